@@ -96,7 +96,7 @@ class Loop:
         sampler = FlowMatchEulerSampler(num_steps, SHIFT)
         latents = draws.draw().to(self.device)
         for stage, predict in zip(stage_samplers(sampler, stages), predicts, strict=True):
-            latents = stage.sample(stage.grown(latents, draws.draw_of), predict)
+            latents = stage.run(stage.start(stage.grown(latents, draws.draw_of)), predict).latents
         return latents
 
     def forward(self, level: int) -> torch.Tensor:

@@ -22,10 +22,12 @@ from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.generation.frame_decoding import decode_clip, decode_frames, source_sound
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
+from diffusion_runtime.generation.latent_denoiser import Denoised
 from diffusion_runtime.generation.one_generation import OneGeneration, SharedGeneration
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
 from diffusion_runtime.generation.remarks import note_remarks
+from diffusion_runtime.generation.saved_latents import SavedLatents
 from diffusion_runtime.generation.segmented_clip import SegmentedClip
 from diffusion_runtime.media import Audio, ClipHeader, GeneratedMedia
 from diffusion_runtime.media.file_writer import FrameSink, OpenSink
@@ -40,6 +42,7 @@ from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.session.finishing import continued_recipe, kept_segments, request_of
 from diffusion_runtime.streaming.generation_stream import GenerationStream, check_streamable
 from diffusion_runtime.streaming.stream_state import StreamPlace, StreamSource
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -146,7 +149,7 @@ class Pipeline:
         out, and DiffusionRuntimeError when the numbers overflow.
         """
         with self._one_generation.held():
-            batch, settings = self._opened(requests)
+            batch, settings = _opened(self.rules, self.parts, requests)
             is_apart = settings.decides_per_sample or settings.segments.is_apart
             if len(batch) > 1 and (is_apart or self.rules.leaves_length_open(settings.shared)):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
@@ -158,7 +161,7 @@ class Pipeline:
         Raises what `generate` raises.
         """
         with self._one_generation.held():
-            run = self._begun(*self._opened([request]))
+            run = self._begun(*_opened(self.rules, self.parts, [request]))
             with run.guarded():
                 clock = StageClock(self.device, on_progress)
                 run, read = run.with_known_length(clock)
@@ -168,9 +171,35 @@ class Pipeline:
                     for _ in clip.stream().chunks:
                         pass
                     return torch.cat(clip.latents, dim=2)
-                latents, _ = run.denoise(clock, read)
+                denoised, _ = run.denoise(clock, read)
                 run.participants.after_denoising(run.recorder)
-        return latents
+        return denoised.latents
+
+    def finish(
+        self,
+        saved: SavedLatents,
+        request: GenerationRequest | None = None,
+        *,
+        allow_changes: bool = False,
+        on_progress: OnProgress | None = None,
+        open_sink: OpenSink | None = None,
+    ) -> GeneratedMedia:
+        """Go on with a request from what its denoising has left: the steps that remain, and decoding; equal to one
+        whole run to the bit. request: None for that of the file; another may have further steps, a second stage, or
+        other options of decoding. allow_changes: whether the model, its weights or other values may differ from those
+        of the steps before, which the recipe then says.
+
+        Raises what `generate` raises, RequestError for latents that do not fit the request, ConfigError for other
+        values than those of the steps before.
+        """
+        request = request_of(saved) if request is None else request
+        with self._one_generation.held():
+            batch, settings = _opened(self.rules, self.parts, [request])
+            saved.check(settings)
+            saved = kept_segments(saved, settings)
+            recipe = {**self.recipe, "request": batch[0].recorded(), "inputs": input_digests(settings.shared)}
+            begin = Beginning(saved, continued_recipe(saved, recipe, allow_changes=allow_changes))
+            return self._generate(batch, settings, on_progress, open_sink, begin=begin)[0]
 
     def stream(
         self,
@@ -195,7 +224,7 @@ class Pipeline:
         try:
             resources.enter_context(self._one_generation.held())
             is_streamable = functools.partial(check_streamable, self.rules, endless=endless)
-            (request,), settings = self._opened([request], is_streamable)
+            (request,), settings = _opened(self.rules, self.parts, [request], is_streamable)
             run = self._begun([request], settings)
             resources.callback(self.parts.products.stop)
             if decodes_beside is None:
@@ -282,16 +311,6 @@ class Pipeline:
                 offloading.close()
             release_device_memory(self.device)
 
-    def _opened(
-        self, requests: Sequence[GenerationRequest], check: Callable[[BatchSettings], object] = lambda _: None
-    ) -> tuple[list[GenerationRequest], BatchSettings]:
-        """Resolve a batch, check its settings and make room for it in memory."""
-        batch = [self.resolve(request) for request in requests]
-        settings = BatchSettings.of(batch, self.rules.sampling)
-        check(settings)
-        self.parts.memory.make_room(batch)
-        return batch, settings
-
     def _begun(
         self, batch: Sequence[GenerationRequest], settings: BatchSettings, remarks: Sequence[str] = ()
     ) -> BatchRun:
@@ -323,15 +342,22 @@ class Pipeline:
         on_progress: OnProgress | None,
         open_sink: OpenSink | None = None,
         remarks: Sequence[str] = (),
+        begin: Beginning | None = None,
     ) -> list[GeneratedMedia]:
-        """Make a batch of resolved requests. remarks: added to the attention report."""
+        """Make a batch of resolved requests. remarks: added to the attention report. begin: what an earlier run has
+        left of the one request."""
         cancellations = Cancellations(len(batch), on_progress)
         watch = None if on_progress is None else cancellations.watch
         clock = StageClock(self.device, watch)
         digests = input_digests(settings.shared)
         run = self._begun(batch, settings, remarks)
+        if begin is not None:
+            run = dataclasses.replace(run, begin=begin.saved)
+            run.recorder.note(f"finish: {begin.saved.progress_text} were made before")
         participants, recorder = run.participants, run.recorder
         made = {**({"inputs": digests} if digests else {}), **_preset_recipe(self.rules, settings)}
+        if begin is not None:
+            made |= begin.recipe
 
         def recipes_of(prompts: EncodedPrompts) -> list[dict[str, Any]]:
             asked = [_differing(before, request) for before, request in zip(batch, run.batch, strict=True)]
@@ -343,32 +369,36 @@ class Pipeline:
         with run.guarded():
             run, read = run.with_known_length(clock)
             settings = run.settings
-            is_whole, latents = not settings.segments.is_apart, torch.empty(0)
+            denoised: Denoised | None = None
             moved: Mapping[str, float] = {}
-            if is_whole:
-                latents, prompts = run.denoise(clock, read)
-                moved = participants.after_denoising(recorder)
-            else:
+            if settings.segments.is_apart:
                 prompts = run.read_prompts(clock)
+            else:
+                denoised, prompts = run.denoise(clock, read)
+                moved = participants.after_denoising(recorder)
             recipes = recipes_of(prompts)
             clips: dict[int, tuple[torch.Tensor, Audio | None]] = {}
-            if is_whole:
+            if denoised is not None:
+                run.keep(denoised, recipes)
+                denoised = dataclasses.replace(denoised, state=None)
                 participants.before_decoding()
             else:
-                clip = SegmentedClip(run, prompts, self.decoder.for_request(batch[0]), clock)
+                clip = SegmentedClip(run, prompts, self.decoder.for_request(batch[0]), clock, recipes[0])
                 audio = source_sound(settings, recorder)
                 # A file of a clip with sound begins with the sound, which is written with all of it.
                 sink = None if open_sink is None or audio is not None else functools.partial(open_sink, 0)
                 clips[0] = decode_frames(clip.stream(), settings.frame_rate, recipes[0], sink), audio
                 moved = clip.timings
             # One after the other: the decoder's activations are what needs the most memory.
-            for index, request in enumerate(run.batch if is_whole else ()):
-                if cancellations.is_wanted(index):
+            for index, request in enumerate(() if denoised is None else run.batch):
+                if denoised is not None and cancellations.is_wanted(index):
                     with clock.stage("decode", 1, index) as done:
-                        sample = latents[index : index + 1]
+                        sample = denoised.latents[index : index + 1]
                         sink = None if open_sink is None else functools.partial(open_sink, index)
                         decoder = self.decoder.for_request(request)
-                        clips[index] = decode_clip(decoder, sample, settings, recipes[index], sink, recorder)
+                        clips[index] = decode_clip(
+                            decoder, sample, settings, recipes[index], sink, recorder, denoised.size
+                        )
                         done(1)
             timings = {**participants.finish(recorder), **moved}
         load_timings, self._load_timings = self._load_timings, {}
@@ -385,6 +415,28 @@ class Pipeline:
             for index in range(len(batch))
             if cancellations.is_wanted(index)
         ]
+
+
+def _opened(
+    rules: RequestRules,
+    parts: PipelineParts,
+    requests: Sequence[GenerationRequest],
+    check: Callable[[BatchSettings], object] = lambda _: None,
+) -> tuple[list[GenerationRequest], BatchSettings]:
+    """Resolve a batch, check its settings and make room for it in memory."""
+    batch = [rules.resolve(request) for request in requests]
+    settings = BatchSettings.of(batch, rules.sampling)
+    check(settings)
+    parts.memory.make_room(batch)
+    return batch, settings
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Beginning:
+    """Saved latents that a generation goes on from. recipe: what they add to its recipe."""
+
+    saved: SavedLatents
+    recipe: Mapping[str, Any]
 
 
 def _differing(asked: GenerationRequest, made: GenerationRequest) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import initial_noise
-from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.latent_denoiser import Denoised, LatentDenoiser
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
@@ -77,13 +77,13 @@ def kept_after_steps(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     denoise = LatentDenoiser.denoise
 
-    def recording(denoiser: LatentDenoiser, text: Any, seeds: Any, on_step: Any, num_drawn: int = 0) -> torch.Tensor:
+    def recording(denoiser: LatentDenoiser, text: Any, seeds: Any, on_step: Any, *others: Any, **more: Any) -> Denoised:
         def keep(step: StepInfo, latents: torch.Tensor) -> None:
             assert step.index == len(kept)
             kept.append(latents.clone())
             on_step(step, latents)
 
-        return denoise(denoiser, text, seeds, keep, num_drawn)
+        return denoise(denoiser, text, seeds, keep, *others, **more)
 
     monkeypatch.setattr(LatentDenoiser, "denoise", recording)
     return kept

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler, SamplerState
 from diffusion_runtime.request import samplers
 from diffusion_runtime.request.samplers import RegisteredSampler
 
@@ -46,15 +46,19 @@ class HeunSampler(Sampler):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return tuple(step for *_, first, second in self.steps_at() for step in (first, second) if step is not None)
 
-    def sample(
+    def start(self, noise: torch.Tensor) -> SamplerState:
+        return SamplerState(0, noise.float())
+
+    def run(
         self,
-        noise: torch.Tensor,
+        state: SamplerState,
         predict: Predict,
         on_step: OnStep | None = None,
         draw_noise: DrawNoise | None = None,
-    ) -> torch.Tensor:
-        latents = noise.float()
-        for level, following, first, second in self.steps_at():
+        end: int | None = None,
+    ) -> SamplerState:
+        latents, end = state.latents, self.num_steps if end is None else end
+        for level, following, first, second in itertools.islice(self.steps_at(), state.index, end):
             slope = predict(latents, first).float()
             ahead = latents + (following - level) * slope
             if second is not None:
@@ -63,7 +67,7 @@ class HeunSampler(Sampler):
             latents = ahead
             if on_step is not None:
                 on_step(first, latents)
-        return latents
+        return SamplerState(max(state.index, end), latents)
 
 
 @pytest.fixture

@@ -21,5 +21,5 @@ def sample_in_stages(
     """The clean latents at full size, float32. noise: in the size of the first stage. predicts: of each stage."""
     latents = noise
     for stage, predict in zip(stage_samplers(sampler, stages), predicts, strict=True):
-        latents = stage.sample(stage.grown(latents, draw_noise), predict, on_step)
+        latents = stage.run(stage.start(stage.grown(latents, draw_noise)), predict, on_step).latents
     return latents

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy
 import pytest
+from saved_runs import assert_same, saving
 from tiny_models import write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.errors import ConfigError, PipelineBusyError, RequestError
 from diffusion_runtime.generation.chunked_denoiser import ChunkStream
+from diffusion_runtime.generation.saved_latents import read_latents
 from diffusion_runtime.profiling.instruments import counted_density
 from diffusion_runtime.streaming.generation_stream import GenerationStream
 
@@ -242,3 +244,10 @@ def test_what_cannot_be_streamed_is_refused_before_any_work(pipeline: Pipeline, 
         tiled.stream(REQUEST)
     # It is free.
     assert len(tiled(REQUEST).frames) == 45
+
+
+def test_a_video_in_chunks_is_decoded_from_its_latents(pipeline: Pipeline, tmp_path: Path) -> None:
+    whole, (file,) = saving(pipeline, REQUEST, tmp_path)
+    assert_same(pipeline.finish(read_latents(file)), whole)
+    with pytest.raises(RequestError, match="stop_after_step: this model makes a video chunk by chunk"):
+        pipeline.resolve(dataclasses.replace(REQUEST, stop_after_step=1))

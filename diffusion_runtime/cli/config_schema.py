@@ -40,6 +40,7 @@ from diffusion_runtime.request.fields import (
     OneOf,
     Scales,
     SeedNumber,
+    Seeds,
     SoundFile,
     Text,
     VideoFile,
@@ -214,6 +215,10 @@ def _checked(check: object) -> Schema:
         last = digits if isinstance(check, SeedSwitches) else r"\S"
         text = {"type": "string", "pattern": rf"{TIME.removesuffix('$')}\s+{last}"}
         return {"type": "array", "items": {"anyOf": [pair, text]}, "maxItems": MAX_SWITCHES}
+    if isinstance(check, Seeds):
+        seed = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+        seeds = {"type": "array", "items": seed, "minItems": 1, "maxItems": MAX_LEVELS}
+        return {"anyOf": [seed, seeds, {"type": "string", "pattern": r"^\s*[0-9]{1,19}\s*(,\s*[0-9]{1,19}\s*)*$"}]}
     if isinstance(check, Blocks):
         block = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_COUNT}
         several = {"type": "array", "items": block, "minItems": 1, "maxItems": MAX_LEVELS, "uniqueItems": True}

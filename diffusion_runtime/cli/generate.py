@@ -20,6 +20,7 @@ from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, too_many_images
 
 if TYPE_CHECKING:
+    from diffusion_runtime.cli.launching import CommandLine
     from diffusion_runtime.cli.settings import Flags
     from diffusion_runtime.session.coordinator import Coordinator
 
@@ -106,21 +107,29 @@ def generate(context: typer.Context, **given: Any) -> None:
     Each file carries its recipe; a .json beside it records what ran.
     Flags come before --config, then --from, then --preset, then the model.
     """
+    from diffusion_runtime.cli.launching import CommandLine, piped_prompts
+
+    what, flags = options.taken(options.PromptFlags, given), flags_of(given)
+    num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
+    run_flags(flags, given, CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed)))
+
+
+def run_flags(flags: Flags, given: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Make what the flags ask for, in this process, as one of several, or as what starts them. given: the flags of
+    output and report by name. Raises typer.Exit with the exit code."""
     from diffusion_runtime.cli.generation import SCHEMA, run_generate
-    from diffusion_runtime.cli.launching import CommandLine, piped_prompts, report_failure
+    from diffusion_runtime.cli.launching import report_failure
     from diffusion_runtime.cli.terminal import Terminal
     from diffusion_runtime.parallel.process_info import read_process_info
     from diffusion_runtime.session.rank_runner import RankRunner
 
-    what, report = options.taken(options.PromptFlags, given), options.taken(options.ReportFlags, given)
-    flags, output_flags = flags_of(given), options.taken(options.OutputFlags, given)
+    report, output_flags = options.taken(options.ReportFlags, given), options.taken(options.OutputFlags, given)
     terminal = Terminal(quiet=report.quiet, verbose=report.verbose, log_format=report.log_format)
-    num_typed = len(what.prompts or ()) + len(given["prompt"] or ())
-    command_line = CommandLine(context.obj, piped_prompts(what.prompt_file, flags.prompts, num_typed))
     process_info = read_process_info()
     if process_info is not None and output_flags.dry_run:
         # Nothing is run, so no other rank is needed: rank 0 shows the plan.
-        flags = replace(flags, parallel={**flags.parallel, "num_gpus": given["num_gpus"] or process_info.world_size})
+        num_gpus = flags.parallel["num_gpus"] or process_info.world_size
+        flags = replace(flags, parallel={**flags.parallel, "num_gpus": num_gpus})
         if not process_info.is_first:
             raise typer.Exit
     elif process_info is not None:
@@ -138,6 +147,16 @@ def generate(context: typer.Context, **given: Any) -> None:
     with terminal.log():
         code = run_generate(flags, output_flags, terminal, command_line)
     raise typer.Exit(code)
+
+
+def as_of_generate(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every flag of `generate` for a verb that has some of them, the others as not given."""
+    names = inspect.signature(generate).parameters
+    return {
+        name: given.get(name, parameter.default)
+        for name, parameter in names.items()
+        if name not in ("context", "prompt")
+    }
 
 
 def _images(name: str, paths: Sequence[str]) -> str | tuple[str, ...] | None:

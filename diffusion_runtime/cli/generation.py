@@ -28,11 +28,13 @@ from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED
 from diffusion_runtime.session.interruptions import interruptions
+from diffusion_runtime.session.latents_files import LatentsFiles
 from diffusion_runtime.session.outputs import Outputs, remove_empty
 from diffusion_runtime.session.reporter import seconds_text
 from diffusion_runtime.session.resume import find_finished
 
 if TYPE_CHECKING:
+    from diffusion_runtime.loading import Prepared
     from diffusion_runtime.loading.description import PipelineDescription
     from diffusion_runtime.request.generation_request import GenerationRequest
 
@@ -75,6 +77,7 @@ def run_generate(
     if output_flags.dry_run:
         outputs.check_without_writing()
         prepared, items = prepare_items(settings, outputs, is_dry_run=True, plan_for=output_flags.plan_for)
+        _check_saving(output_flags, prepared)
         warn_of_changed_files(settings, items, prepared.description, terminal)
         prepared.check_files()
         prepared = prepared.planned_for([item.request for item in items if item.failure is None])
@@ -127,6 +130,7 @@ def _generate(
     terminal.say(f"loading {settings.runtime.model_path}")
     # The requests are checked against the model before its weights are read, which may take minutes.
     prepared, items = prepare_items(settings, outputs, coordinator.world)
+    _check_saving(output_flags, prepared)
     description = prepared.description
     warn_of_changed_files(settings, items, description, terminal)
     if description.degrees.num_processes > 1:
@@ -149,11 +153,13 @@ def _generate(
     load_seconds = time.perf_counter() - load_started
     prints_paths = coordinator.is_first and not output_flags.as_json
     on_file = put_path_on_stdout if prints_paths else None
+    latents = LatentsFiles(is_asked=output_flags.save_latents, is_first=coordinator.is_first)
     with (
+        pipeline.hooks.holding("keep", latents.keep),
         counting_density(output_flags.attention_plot, pipeline),
         profiled(output_flags.profile, pipeline, on_file, len(items), coordinator, terminal) as (make, finish),
     ):
-        result = run_batch(items, make, outputs, terminal, finish, coordinator)
+        result = run_batch(items, make, outputs, terminal, finish, coordinator, latents)
     if coordinator.is_first:
         write_plot(output_flags.attention_plot, result, terminal)
     if result.finished and (files := _files_of(pipeline.recipe)):
@@ -164,6 +170,14 @@ def _generate(
         return _end(result, timings, output_flags, terminal, coordinator)
     except KeyboardInterrupt:
         return _end(dataclasses.replace(result, interrupted=True), timings, output_flags, terminal, coordinator)
+
+
+def _check_saving(output_flags: OutputFlags, prepared: Prepared) -> None:
+    """Raises ConfigError for --save-latents with a pipeline that hands over none."""
+    if output_flags.save_latents and prepared.inspectable is None:
+        raise ConfigError(
+            "--save-latents: this pipeline is diffusers' own, which keeps its latents to itself; leave it out"
+        )
 
 
 def _files_of(recipe: Mapping[str, Any]) -> list[tuple[str, str, str]]:

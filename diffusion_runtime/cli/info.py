@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from diffusion_runtime.session.reporter import seconds_text
 from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from diffusion_runtime.media import MediaFile
 
 SCHEMA = "diffusion_runtime.info/1"
@@ -34,6 +37,25 @@ def run_info(path: str, *, as_json: bool) -> int:
         put_on_stdout(json_text(_to_json_object(media)))
         return 0
     _show(media)
+    return 0
+
+
+def run_latents_info(path: str, *, as_json: bool) -> int:
+    """The verb for saved latents: how far they are, and the recipe. Raises OutputError and ConfigError."""
+    from diffusion_runtime.generation.saved_latents import read_head
+
+    recipe, progress = read_head(Path(path))
+    num_bytes = Path(path).stat().st_size
+    if as_json:
+        values = {"path": path, "format": "latents", "num_bytes": num_bytes, "progress": progress, "recipe": recipe}
+        put_on_stdout(json_text({"schema": SCHEMA, **values}))
+        return 0
+    console = console_on_stdout()
+    done, total, unit = (_cut(str(progress.get(name))) for name in ("done", "of", "unit"))
+    facts = [("file", path), ("done", f"{done} of {total} {unit}"), ("bytes", f"{num_bytes:,}")]
+    console.print(facts_table(facts, "Saved latents"))
+    _show_recipe(recipe, console)
+    console.print(f"`diffusion-runtime finish {shlex.quote(path)}` goes on from them.", markup=False)
     return 0
 
 
@@ -74,16 +96,20 @@ def _show(media: MediaFile) -> None:
     if media.attention_report is not None:
         # The report of what ran repeats the plan.
         recipe.pop("attention", None)
-    values = list(_flatten(recipe))
-    console.print(facts_table(values[:_MAX_VALUES], "\nRecipe"))
-    if len(values) > _MAX_VALUES:
-        console.print(f"and {len(values) - _MAX_VALUES} more values; --json has all")
+    _show_recipe(recipe, console)
     if media.attention_report is not None:
         console.print(attention_table([media.attention_report]))
         for remark in remarks_of([media.attention_report])[:_MAX_REMARKS]:
             console.print(Text(printable(_cut(remark))))
     if media.timings:
         console.print(Text(f"Timings: {seconds_text(media.timings)}"))
+
+
+def _show_recipe(recipe: Mapping[str, Any], console: Console) -> None:
+    values = list(_flatten(recipe))
+    console.print(facts_table(values[:_MAX_VALUES], "\nRecipe"))
+    if len(values) > _MAX_VALUES:
+        console.print(f"and {len(values) - _MAX_VALUES} more values; --json has all")
 
 
 def _describe_sound(audio: Mapping[str, Any], path: Path) -> str:

@@ -30,11 +30,14 @@ def info(
     as_json: options.Json = False,
 ) -> None:
     """Show what a file is: how it was made, or which model a LoRA or weights are for."""
-    from diffusion_runtime.cli.info import run_info
+    from diffusion_runtime.cli.info import run_info, run_latents_info
     from diffusion_runtime.cli.lora_info import is_lora_path, run_lora_info
     from diffusion_runtime.cli.modular_info import is_modular_path, run_modular_info
     from diffusion_runtime.cli.weights_info import is_weights_path, run_weights_info
+    from diffusion_runtime.media.formats import LATENTS_SUFFIX
 
+    if file.endswith(LATENTS_SUFFIX):
+        raise typer.Exit(run_latents_info(file, as_json=as_json))
     if model_path is None and is_modular_path(file):
         raise typer.Exit(run_modular_info(file, as_json=as_json))
     if is_weights_path(file):

@@ -218,6 +218,14 @@ class OutputFlags:
     resume: Annotated[
         bool, option(OUTPUT, "Continue a run that was interrupted: make what is missing.", "--resume")
     ] = False
+    save_latents: Annotated[
+        bool,
+        option(
+            OUTPUT,
+            "Write the latents beside the file, from which `finish` goes on. See docs/finishing.md.",
+            "--save-latents",
+        ),
+    ] = False
     profile: Annotated[
         str | None,
         option(

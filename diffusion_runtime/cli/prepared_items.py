@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diffusion_runtime.cli.settings import Settings
 from diffusion_runtime.cli.terminal import Terminal
-from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.session.batch import Item
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.outputs import Outputs
@@ -40,7 +41,43 @@ def prepare_items(
         is_dry_run=is_dry_run,
         plan_for=plan_for,
     )
+    if settings.begins:
+        return prepared, _continued(prepared, settings, outputs)
     return prepared, resolve_all(prepared.rules, settings, outputs)
+
+
+def _continued(prepared: Prepared, settings: Settings, outputs: Outputs) -> list[Item]:
+    """Return the items that go on from files of latents, which are checked against them.
+
+    Raises ConfigError for a pipeline of diffusers', and for other values than those of the steps before.
+    """
+    from diffusion_runtime.generation.input_files import input_digests
+    from diffusion_runtime.generation.saved_latents import read_latents
+    from diffusion_runtime.session.finishing import continued_recipe, continued_request
+
+    native = prepared.inspectable
+    if native is None:
+        raise ConfigError("finish: the model runs as a pipeline of diffusers' own, which begins with the first step")
+    saved = [read_latents(path) for path in settings.begins]
+    requests = [
+        continued_request(each, request, native.rules) for each, request in zip(saved, settings.requests, strict=True)
+    ]
+    items = resolve_all(native.rules, dataclasses.replace(settings, requests=tuple(requests)), outputs)
+    found = []
+    for item, begin in zip(items, saved, strict=True):
+        item = dataclasses.replace(item, begin=begin, allow_changes=settings.allow_changes)
+        try:
+            if item.failure is None:
+                begin.check(native.rules.settings(item.request))
+                recipe = {"request": item.request.recorded(), "inputs": input_digests(item.request)}
+                recipe = {**prepared.description.to_dict(), **recipe}
+                continued_recipe(begin, recipe, allow_changes=settings.allow_changes)
+        except DiffusionRuntimeError as error:
+            if len(items) == 1:
+                raise
+            item = dataclasses.replace(item, failure=Failure.of(error))
+        found.append(item)
+    return found
 
 
 def are_guided(rules: RequestRules, settings: Settings) -> bool:

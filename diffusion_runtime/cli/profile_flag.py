@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.media.file_writer import OpenSink
     from diffusion_runtime.profiling.request_profile import RequestProfile
-    from diffusion_runtime.request.generation_request import GenerationRequest
-    from diffusion_runtime.session.batch import Generate
+    from diffusion_runtime.session.batch import Generate, Item
     from diffusion_runtime.session.coordinator import Coordinator
 
 # Called with the path of each file that is complete.
@@ -55,8 +54,18 @@ def profiled(
     """The functions that `run_batch` takes, with the first request profiled where a path says so; the trace is written
     when the block ends. Raises OutputError where that fails."""
 
-    def make(request: GenerationRequest, on_progress: OnProgress, open_sink: OpenSink | None, /) -> GeneratedMedia:
-        return pipeline(request, on_progress=on_progress, open_sink=open_sink)
+    def make(item: Item, on_progress: OnProgress, open_sink: OpenSink | None, /) -> GeneratedMedia:
+        if item.begin is None:
+            return pipeline(item.request, on_progress=on_progress, open_sink=open_sink)
+        native = pipeline.inspectable
+        assert native is not None, "its rules have resolved the request"
+        return native.finish(
+            item.begin,
+            item.request,
+            allow_changes=item.allow_changes,
+            on_progress=on_progress,
+            open_sink=open_sink,
+        )
 
     if path is None or not coordinator.is_first:
         yield make, on_file
@@ -67,14 +76,12 @@ def profiled(
         terminal.say(f"profile: {remark}")
     first: list[RequestProfile] = []
 
-    def make_profiled(
-        request: GenerationRequest, on_progress: OnProgress, open_sink: OpenSink | None, /
-    ) -> GeneratedMedia:
+    def make_profiled(item: Item, on_progress: OnProgress, open_sink: OpenSink | None, /) -> GeneratedMedia:
         if first:
-            return make(request, on_progress, open_sink)
+            return make(item, on_progress, open_sink)
         first.append(RequestProfile(pipeline))
         with first[0] as profile:
-            media = make(request, profile.watching(on_progress), open_sink)
+            media = make(item, profile.watching(on_progress), open_sink)
         profile.begin_stage("write")
         return media
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diffusion_runtime.cli.attention_flags import AttentionFlags, overlay_attention
@@ -32,7 +33,8 @@ class Flags:
     """The flags of `generate` about what to make and where, as they were typed; None or empty means not given.
 
     request, runtime: values by field name; prompts, negative_prompts, seeds: every one that was given. allow_url: hosts
-    that images may be fetched from. workflow_file: of ComfyUI, below the config file.
+    that images may be fetched from. workflow_file: of ComfyUI, below the config file. begins, allow_changes: of
+    `finish`.
     """
 
     prompts: Sequence[str | PromptRow] = ()
@@ -48,6 +50,8 @@ class Flags:
     preset: str | None = None
     allow_url: Sequence[str] = ()
     workflow_file: str | None = None
+    begins: tuple[Path, ...] = ()
+    allow_changes: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class Settings:
     """requests: one per prompt and seed, prompts outermost. preset: the name that was given, None for none.
 
     file_presets: names that the config file defines; the values of the chosen one are in `requests` already.
-    repeated: the recipe of --from. notes: remarks for standard error.
+    repeated: the recipe of --from. notes: remarks for standard error. begins: files of latents that the requests go on
+    from, one each; empty where they begin anew.
     """
 
     runtime: RuntimeConfig
@@ -64,6 +69,8 @@ class Settings:
     file_presets: tuple[str, ...] = ()
     repeated: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    begins: tuple[Path, ...] = ()
+    allow_changes: bool = False
 
     def on_processes(self, num_processes: int) -> Settings:
         """The same where so many processes run already. Raises ConfigError when others were asked for."""
@@ -87,6 +94,8 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
 
     Raises ConfigError, RequestError, OutputError (a --from file without a recipe).
     """
+    if flags.begins:
+        return _settings_of_latents(flags)
     of_nodes, settings = _node_values(flags)
     config = read_config(flags.config, settings)
     workflow_notes: tuple[str, ...] = ()
@@ -124,6 +133,21 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
         repeated=recipe,
         notes=(*workflow_notes, *notes),
     )
+
+
+def _settings_of_latents(flags: Flags) -> Settings:
+    """Return the settings of generations that go on from files of latents, each repeated to its end. Raises ConfigError
+    for files of several models or runtimes."""
+    found = [resolve_settings(dataclasses.replace(flags, begins=(), repeat=str(path))) for path in flags.begins]
+    first = found[0]
+    for path, each in zip(flags.begins, found, strict=True):
+        if each.runtime != first.runtime:
+            raise ConfigError(
+                f"finish: {flags.begins[0]} and {path} were made by other models, or with other options of loading; "
+                "finish them apart"
+            )
+    requests = tuple(request for each in found for request in each.requests)
+    return dataclasses.replace(first, requests=requests, begins=flags.begins, allow_changes=flags.allow_changes)
 
 
 def _node_values(flags: Flags) -> tuple[list[str], list[str]]:
@@ -283,9 +307,21 @@ def _parallel_values(value: Any) -> dict[str, Any]:
 
 def _read_recipe(path: str) -> Mapping[str, Any]:
     """A recipe whose sections are mappings; what stands in them is checked like any other input."""
-    from diffusion_runtime.media import read_recipe
+    from diffusion_runtime.media.formats import LATENTS_SUFFIX
 
-    recipe = read_recipe(path, "--from")
+    if path.endswith(LATENTS_SUFFIX):
+        # Imports torch, as tensors are in the same file.
+        from diffusion_runtime.generation.saved_latents import read_head
+
+        recipe: Mapping[str, Any] = read_head(Path(path), "--from")[0]
+        request = recipe.get("request")
+        if isinstance(request, Mapping):
+            # They are those of the whole, wherever it was left.
+            recipe = {**recipe, "request": {**request, "stop_after_step": None}}
+    else:
+        from diffusion_runtime.media import read_recipe
+
+        recipe = read_recipe(path, "--from")
     for section in ("request", "runtime", "model"):
         if not isinstance(recipe.get(section, {}), Mapping):
             raise OutputError(f"{path}: its recipe's {section} is not a mapping; the file is damaged")

@@ -47,6 +47,7 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
         "--output-path": flags.output_path,
         "--format": flags.file_format,
         "--resume": flags.resume,
+        "--save-latents": flags.save_latents,
         "--profile": flags.profile,
         "--attention-plot": flags.attention_plot,
     }

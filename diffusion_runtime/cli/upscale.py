@@ -58,7 +58,7 @@ def upscale(context: typer.Context, **given: Any) -> None:
     Twice as large, with the sound and the frame rate of the file, into outputs/.
     A long video is made in segments that are blended.
     """
-    from diffusion_runtime.cli.generate import flags_of
+    from diffusion_runtime.cli.generate import as_of_generate, flags_of
     from diffusion_runtime.cli.generation import run_generate
     from diffusion_runtime.cli.launching import CommandLine
     from diffusion_runtime.cli.terminal import Terminal
@@ -78,7 +78,7 @@ def upscale(context: typer.Context, **given: Any) -> None:
         values = {name: given[name] for name in _FIELDS}
         flags = flags_of(
             {
-                **_of_generate(given),
+                **as_of_generate(given),
                 "prompt": [request.prompt],
                 "model_path": str(model_path),
                 "height": request.height,
@@ -87,21 +87,11 @@ def upscale(context: typer.Context, **given: Any) -> None:
                 **values,
             }
         )
-        output = options.taken(options.OutputFlags, {**_of_generate(given), "output_path": _output_of(request, given)})
+        output = options.taken(
+            options.OutputFlags, {**as_of_generate(given), "output_path": _output_of(request, given)}
+        )
         code = run_generate(flags, output, terminal, CommandLine(context.obj))
     raise typer.Exit(code)
-
-
-def _of_generate(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every flag of `generate`, those that this verb does not have as not given."""
-    from diffusion_runtime.cli.generate import generate
-
-    names = inspect.signature(generate).parameters
-    return {
-        name: given.get(name, parameter.default)
-        for name, parameter in names.items()
-        if name not in ("context", "prompt")
-    }
 
 
 def _size_of(text: str | None) -> tuple[int, int] | None:

@@ -25,6 +25,7 @@ class Verb:
 
 VERBS = {
     "generate": Verb("generate", "Make videos or images from prompts."),
+    "finish": Verb("finish", "Go on from saved latents: the steps that are left, then decode."),
     "upscale": Verb("upscale", "Restore and upscale a video or an image with SeedVR2."),
     "serve": Verb("serve", "Serve a model over HTTP: OpenAI's images and videos."),
     "batch": Verb("batch", "Make the rows of a file: a result per row, a manifest, resume."),

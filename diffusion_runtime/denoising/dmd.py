@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusion_runtime.denoising.level_sampler import Advance, Draw, Estimate, LevelSampler
+from diffusion_runtime.denoising.level_sampler import Draw, Estimate, History, LevelSampler
 
 
 def renoised(data: torch.Tensor, level: float, fresh: torch.Tensor) -> torch.Tensor:
@@ -23,13 +23,13 @@ def renoised(data: torch.Tensor, level: float, fresh: torch.Tensor) -> torch.Ten
 class DmdSampler(LevelSampler):
     """The loop above."""
 
-    def advance(self) -> Advance:
-        def step(latents: torch.Tensor, levels: tuple[float, ...], estimate: Estimate, draw: Draw) -> torch.Tensor:
-            *_, level, following = levels
-            data = estimate(latents, level)
-            return renoised(data, following, draw()) if following > 0 else data
-
-        return step
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        del history
+        *_, level, following = levels
+        data = estimate(latents, level)
+        return renoised(data, following, draw()) if following > 0 else data
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from diffusion_runtime.denoising.multistep_settings import MULTISTEP_SETTINGS
-from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler
+from diffusion_runtime.denoising.schedule_loop import ResumableScheduler, ScheduleSampler
 from diffusion_runtime.untrusted.known_settings import (
     Allows,
     anything,
@@ -53,12 +53,12 @@ class DpmSolverSampler(ScheduleSampler):
 
     settings: ClassVar[Mapping[str, Allows]] = _SETTINGS
 
-    def scheduler(self, device: torch.device) -> Scheduler:
+    def scheduler(self, device: torch.device) -> ResumableScheduler:
         return DpmSolver({**self.options, "flow_shift": self.flow_shift}, self.num_steps, device)
 
 
 class DpmSolver:
-    """A `Scheduler` for one sample call. settings: by diffusers' names, and flow_shift.
+    """A `ResumableScheduler` for one sample call. settings: by diffusers' names, and flow_shift.
 
     timesteps: [num_steps], whole numbers on the device; sigmas: [num_steps + 1] on the CPU.
     """
@@ -72,7 +72,7 @@ class DpmSolver:
         self._order: int = settings.get("solver_order", 2)
         self._index = 0
         # The clean latents as predicted at the last step.
-        self._before: torch.Tensor | None = None
+        self.history: Mapping[str, torch.Tensor] = {}
 
     def set_begin_index(self, begin_index: int) -> None:
         self._index = begin_index
@@ -92,10 +92,11 @@ class DpmSolver:
         width = _log_ratio(end) - _log_ratio(start)
         signal = (1 - end) * (torch.exp(-width) - 1.0)
         following = (end / start) * sample - signal * prediction
-        if self._order == 2 and self._before is not None and not is_last:
+        before = self.history.get("prediction")
+        if self._order == 2 and before is not None and not is_last:
             ratio = (_log_ratio(start) - _log_ratio(self.sigmas[self._index - 1])) / width
-            following = following - 0.5 * signal * ((1.0 / ratio) * (prediction - self._before))
-        self._before = prediction
+            following = following - 0.5 * signal * ((1.0 / ratio) * (prediction - before))
+        self.history = {"prediction": prediction}
         self._index += 1
         return (following,)
 

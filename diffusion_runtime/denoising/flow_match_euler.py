@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler
+from diffusion_runtime.denoising.schedule_loop import ResumableScheduler, ScheduleSampler
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.untrusted.known_settings import Allows, anything, is_false, is_positive, whole
 
@@ -53,12 +53,12 @@ class FlowMatchEulerSampler(ScheduleSampler):
                 f"level of {self.options['shift_terminal']:g} (shift_terminal), the first one at 1"
             )
 
-    def scheduler(self, device: torch.device) -> Scheduler:
+    def scheduler(self, device: torch.device) -> ResumableScheduler:
         return EulerSolver({**self.options, "shift": self.flow_shift}, self.num_steps, device, self.sigmas)
 
 
 class EulerSolver:
-    """A `Scheduler` for one sample call. settings: by diffusers' names, and shift. even: noise levels
+    """A `ResumableScheduler` for one sample call. settings: by diffusers' names, and shift. even: noise levels
     of the steps before the shift, None for those of the model's training.
 
     timesteps: [num_steps], sigmas: [num_steps + 1], float32 on the device.
@@ -82,6 +82,7 @@ class EulerSolver:
         sigmas = torch.from_numpy(levels).to(dtype=torch.float32, device=device)
         self.timesteps = sigmas * num_train_timesteps
         self.sigmas = torch.cat([sigmas, torch.zeros(1, device=device)])
+        self.history: Mapping[str, torch.Tensor] = {}
         self._index = 0
 
     def set_begin_index(self, begin_index: int) -> None:
@@ -125,6 +126,6 @@ class FlowMapEulerSampler(ScheduleSampler):
         "weight_type": anything,
     }
 
-    def scheduler(self, device: torch.device) -> Scheduler:
+    def scheduler(self, device: torch.device) -> ResumableScheduler:
         levels = LinearSigmas().sigmas(self.num_steps) if self.sigmas is None else self.sigmas
         return EulerSolver({**self.options, "shift": self.flow_shift}, self.num_steps, device, levels)

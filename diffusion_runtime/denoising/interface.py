@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -25,6 +26,25 @@ OnStep: TypeAlias = Callable[[StepInfo, torch.Tensor], None]
 DrawNoise: TypeAlias = Callable[[], torch.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class SamplerState:
+    """The place of a loop between two steps: with it, and noise drawn from where it was, the rest has the bits of a
+    loop that was not interrupted.
+
+    index: of the next step. latents: at its noise level, [batch, ...] in the loop's precision. history: what the
+    sampler keeps of earlier steps by name, such as the estimates of a multistep method, of the latents' shape.
+    """
+
+    index: int
+    latents: torch.Tensor
+    history: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> SamplerState:
+        """Return the place with its tensors on a device."""
+        history = {name: each.to(device) for name, each in self.history.items()}
+        return SamplerState(self.index, self.latents.to(device), history)
+
+
 class Sampler(ABC):
     """Integrates the probability flow from noise (sigma 1) to data (sigma 0). Keeps no state between calls.
 
@@ -40,14 +60,19 @@ class Sampler(ABC):
         what depends on them alone is computed for all calls at once. Several calls of one step have its index."""
 
     @abstractmethod
-    def sample(
+    def start(self, noise: torch.Tensor) -> SamplerState:
+        """Return the place before the first step. noise: [batch, channels, frames, height, width]."""
+
+    @abstractmethod
+    def run(
         self,
-        noise: torch.Tensor,
+        state: SamplerState,
         predict: Predict,
         on_step: OnStep | None = None,
         draw_noise: DrawNoise | None = None,
-    ) -> torch.Tensor:
-        """Return the clean latents, float32, on the device of `noise`, both [batch, channels, frames, height, width].
+        end: int | None = None,
+    ) -> SamplerState:
+        """Run the steps from a place on, all that are left or those before step `end`, and return the place behind.
 
         predict: called up to RegisteredSampler.num_predictions_per_step times per step and at least once, in the order
             of the steps, with float32 latents; returns d latents / d sigma (noise minus data) in any floating dtype.
@@ -55,6 +80,17 @@ class Sampler(ABC):
         draw_noise: called between two steps by samplers that add noise (RegisteredSampler.adds_noise), which need it;
             the others leave it alone.
         """
+
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,
+    ) -> torch.Tensor:
+        """Run all steps. Return the clean latents, float32, on the device of `noise`, both [batch, channels, frames,
+        height, width]. The arguments are those of `run`."""
+        return self.run(self.start(noise), predict, on_step, draw_noise).latents.float()
 
 
 class SamplerClass(Protocol):

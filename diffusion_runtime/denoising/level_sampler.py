@@ -11,13 +11,15 @@ import torch
 
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas, shifted
-from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler, SamplerState
 
 _NUM_TRAIN_TIMESTEPS = 1000
 
 # Latents at a noise level -> the clean ones that the model sees in them, in the loop's precision.
 Estimate = Callable[[torch.Tensor, float], torch.Tensor]
 Draw = Callable[[], torch.Tensor]
+# What a sampler keeps of earlier steps, by name.
+History = dict[str, torch.Tensor]
 
 
 def precision_on(device: torch.device) -> torch.dtype:
@@ -71,19 +73,26 @@ class LevelSampler(Sampler):
         return noise
 
     @abstractmethod
-    def advance(self) -> Advance:
-        """Return what takes latents from one noise level to the next, fresh for a call of `sample`."""
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        """Return the latents at the end of a step. levels: those up to it; a whole schedule ends at 0. history: what
+        the steps before have left, which this one changes."""
 
-    def sample(
+    def start(self, noise: torch.Tensor) -> SamplerState:
+        return SamplerState(0, self.begin(noise.to(precision_on(noise.device))))
+
+    def run(
         self,
-        noise: torch.Tensor,
+        state: SamplerState,
         predict: Predict,
         on_step: OnStep | None = None,
         draw_noise: DrawNoise | None = None,
-    ) -> torch.Tensor:
-        precision, levels, steps = precision_on(noise.device), (*self.levels, 0.0), list(self.steps(noise.device))
-        latents, advance = self.begin(noise.to(precision)), self.advance()
-        waiting = iter(steps)
+        end: int | None = None,
+    ) -> SamplerState:
+        latents, history = state.latents, dict(state.history)
+        precision, levels, steps = latents.dtype, (*self.levels, 0.0), self.steps(latents.device)
+        waiting = iter([step for step in steps if step.index >= state.index])
 
         def estimate(at: torch.Tensor, level: float) -> torch.Tensor:
             velocity = predict(at.float(), next(waiting)).to(precision)
@@ -94,13 +103,9 @@ class LevelSampler(Sampler):
             return draw_noise().to(latents.device, precision)
 
         firsts = {step.index: step for step in reversed(steps)}
-        for index in range(self.num_steps):
-            latents = advance(latents, levels[: index + 2], estimate, draw)
+        end = self.num_steps if end is None else end
+        for index in range(state.index, end):
+            latents = self.advance(latents, levels[: index + 2], history, estimate, draw)
             if on_step is not None:
                 on_step(firsts[index], latents.float())
-        return latents.float()
-
-
-# (latents, noise levels up to that of the step's end, estimate, draw) -> latents at the step's end. A whole schedule
-# ends at 0.
-Advance = Callable[[torch.Tensor, tuple[float, ...], Estimate, Draw], torch.Tensor]
+        return SamplerState(max(state.index, end), latents, history)

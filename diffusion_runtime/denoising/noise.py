@@ -19,6 +19,7 @@ class SampleNoise:
     def __init__(self, latent_shape: Sequence[int], seeds: Sequence[int]) -> None:
         self._shape = (1, *latent_shape)
         self._generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+        self._drawn: list[tuple[int, ...]] = []
 
     def draw(self) -> torch.Tensor:
         """[len(seeds), *latent_shape], float32, on the CPU: the initial noise at the first call, other numbers at each
@@ -27,7 +28,18 @@ class SampleNoise:
 
     def draw_of(self, latent_shape: Sequence[int]) -> torch.Tensor:
         """`draw` in another shape."""
+        self._drawn.append(tuple(latent_shape))
         return torch.cat([torch.randn((1, *latent_shape), generator=generator) for generator in self._generators])
+
+    @property
+    def drawn(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes that were drawn, in their order: with the seeds they say where the generators are."""
+        return tuple(self._drawn)
+
+    def draw_again(self, drawn: Sequence[Sequence[int]]) -> None:
+        """Draw what was `drawn` elsewhere, so that the numbers behind it come next."""
+        for shape in drawn:
+            self.draw_of(shape)
 
 
 def initial_noise(latent_shape: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
-from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler, run_schedule, steps_of
+from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler, SamplerState
+from diffusion_runtime.denoising.schedule_loop import ResumableScheduler, ScheduleSampler, go_on, steps_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.progressive_options import LatentSpectrum
 
@@ -132,16 +132,24 @@ class StageSampler:
             latents = grown(latents, draw_noise((*others, 2 * height, 2 * width)), sigma)
         return latents
 
-    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep | None = None) -> torch.Tensor:
-        """Return the latents after the last step, float32; clean ones in the last stage. latents: `grown`."""
-        scheduler, _ = self._scheduler(latents.device)
-        return run_schedule(scheduler, self.sampler.num_steps, latents, predict, on_step, self._range)
+    def start(self, latents: torch.Tensor) -> SamplerState:
+        """Return the place before the first step of the stage. latents: `grown`."""
+        return SamplerState(self.stage.first, latents.float())
+
+    def run(
+        self, state: SamplerState, predict: Predict, on_step: OnStep | None = None, end: int | None = None
+    ) -> SamplerState:
+        """Run the steps of the stage from a place on, those before step `end` where it comes first. Return the place
+        behind, whose latents are clean ones in the last stage."""
+        scheduler, _ = self._scheduler(state.latents.device)
+        end = self.stage.end if end is None else min(end, self.stage.end)
+        return go_on(scheduler, self.sampler.num_steps, state, predict, on_step, end)
 
     @property
     def _range(self) -> range:
         return range(self.stage.first, self.stage.end)
 
-    def _scheduler(self, device: torch.device) -> tuple[Scheduler, list[float]]:
+    def _scheduler(self, device: torch.device) -> tuple[ResumableScheduler, list[float]]:
         """Return a scheduler whose first step of the stage is at the noise level after the growths; the levels at which
         the latents grow."""
         scheduler = self.sampler.scheduler(device)

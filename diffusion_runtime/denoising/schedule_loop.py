@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler, SamplerState
 
 
 class Scheduler(Protocol):
@@ -30,6 +30,15 @@ class Scheduler(Protocol):
     ) -> tuple[torch.Tensor, ...]: ...
 
 
+class ResumableScheduler(Scheduler, Protocol):
+    """A Scheduler whose steps may be left and gone on with.
+
+    history: what it keeps of earlier steps by name, of the latents' shape, set before `set_begin_index` to go on.
+    """
+
+    history: Mapping[str, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class ScheduleSampler(Sampler):
     """A sampler whose steps a Scheduler computes.
@@ -44,20 +53,42 @@ class ScheduleSampler(Sampler):
     sigmas: tuple[float, ...] | None = None
 
     @abstractmethod
-    def scheduler(self, device: torch.device) -> Scheduler:
+    def scheduler(self, device: torch.device) -> ResumableScheduler:
         """Return a fresh scheduler, with its timesteps set."""
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return steps_of(self.scheduler(device), self.num_steps)
 
-    def sample(
+    def start(self, noise: torch.Tensor) -> SamplerState:
+        return SamplerState(0, noise.float())
+
+    def run(
         self,
-        noise: torch.Tensor,
+        state: SamplerState,
         predict: Predict,
         on_step: OnStep | None = None,
         draw_noise: DrawNoise | None = None,  # noqa: ARG002
-    ) -> torch.Tensor:
-        return run_schedule(self.scheduler(noise.device), self.num_steps, noise, predict, on_step)
+        end: int | None = None,
+    ) -> SamplerState:
+        end = self.num_steps if end is None else end
+        return go_on(self.scheduler(state.latents.device), self.num_steps, state, predict, on_step, end)
+
+
+def go_on(
+    scheduler: ResumableScheduler,
+    num_steps: int,
+    state: SamplerState,
+    predict: Predict,
+    on_step: OnStep | None,
+    end: int,
+) -> SamplerState:
+    """Run the steps from a place on that are before step `end`, and return the place behind. scheduler: fresh, with its
+    timesteps set."""
+    if end <= state.index:
+        return state
+    scheduler.history = state.history
+    latents = run_schedule(scheduler, num_steps, state.latents, predict, on_step, range(state.index, end))
+    return SamplerState(end, latents, scheduler.history)
 
 
 def steps_of(scheduler: Scheduler, num_steps: int, steps: range | None = None) -> tuple[StepInfo, ...]:

@@ -89,8 +89,9 @@ class SegmentPlan:
             )
         return (text,)
 
-    def check(self, frame_rule: tuple[int, int]) -> None:
-        """Check length and overlap. frame_rule: of LatentGeometry. Raises RequestError."""
+    def check(self, frame_rule: tuple[int, int], num_seeds: int = 0) -> None:
+        """Check length and overlap, and how many segments have a seed. frame_rule: of LatentGeometry. Raises
+        RequestError."""
         if self.kind is None:
             return
         step, remainder = frame_rule
@@ -101,6 +102,10 @@ class SegmentPlan:
         if not least <= self.overlap < self.longest:
             raise RequestError(
                 f"segment_overlap: expected {least} to {self.longest - 1}, less than segment_frames, got {self.overlap}"
+            )
+        if num_seeds > len(self):
+            raise RequestError(
+                f"segment_seeds: expected at most {len(self)}, one for each segment of the video, got {num_seeds}"
             )
 
     def shorter(self, step: int) -> int | None:

@@ -12,102 +12,98 @@ from itertools import pairwise
 
 import torch
 
-from diffusion_runtime.denoising.level_sampler import Advance, Draw, Estimate, LevelSampler
+from diffusion_runtime.denoising.level_sampler import Draw, Estimate, History, LevelSampler
 
 # Where a noise level of 1, whose signal-to-noise ratio is 0, is moved to.
 _BELOW_ONE = 1 - 1e-4
+# What is kept of earlier steps: the estimate of the data, or several, the newest at the end.
+_DATA = "data"
+_ESTIMATES = ("data_2", "data_1", _DATA)
 
 
 class EulerAncestralSampler(LevelSampler):
     """Euler steps to a level below the next one, and fresh noise up to it (ancestral, eta 1, for rectified flow)."""
 
-    def advance(self) -> Advance:
-        def step(latents: torch.Tensor, levels: tuple[float, ...], estimate: Estimate, draw: Draw) -> torch.Tensor:
-            *_, level, following = levels
-            data = estimate(latents, level)
-            if following == 0:
-                return data
-            down = following * following / level
-            latents = down / level * latents + (1 - down / level) * data
-            signal = (1 - following) / (1 - down)
-            return signal * latents + math.sqrt(following**2 - (down * signal) ** 2) * draw()
-
-        return step
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        del history
+        *_, level, following = levels
+        data = estimate(latents, level)
+        if following == 0:
+            return data
+        down = following * following / level
+        latents = down / level * latents + (1 - down / level) * data
+        signal = (1 - following) / (1 - down)
+        return signal * latents + math.sqrt(following**2 - (down * signal) ** 2) * draw()
 
 
 class DpmPlusPlus2MSampler(LevelSampler):
     """DPM-Solver++ 2M (Lu et al. 2022, arXiv:2211.01095) in -log(sigma)."""
 
-    def advance(self) -> Advance:
-        before: list[torch.Tensor] = []
-
-        def step(latents: torch.Tensor, levels: tuple[float, ...], estimate: Estimate, draw: Draw) -> torch.Tensor:
-            del draw
-            *earlier, level, following = levels
-            data = guess = estimate(latents, level)
-            if before and following > 0:
-                ratio = math.log(earlier[-1] / level) / math.log(level / following)
-                guess = (1 + 1 / (2 * ratio)) * data - before[0] / (2 * ratio)
-            before[:] = [data]
-            left = following / level
-            return left * latents + (1 - left) * guess
-
-        return step
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        del draw
+        *earlier, level, following = levels
+        data = guess = estimate(latents, level)
+        before = history.get(_DATA)
+        if before is not None and following > 0:
+            ratio = math.log(earlier[-1] / level) / math.log(level / following)
+            guess = (1 + 1 / (2 * ratio)) * data - before / (2 * ratio)
+        history[_DATA] = data
+        left = following / level
+        return left * latents + (1 - left) * guess
 
 
 class ResMultistepSampler(LevelSampler):
     """Second-order exponential integrator with the estimate before (RES, refined exponential solver, Zhang et al.,
     arXiv:2308.02157), without noise."""
 
-    def advance(self) -> Advance:
-        before: list[torch.Tensor] = []
-
-        def step(latents: torch.Tensor, levels: tuple[float, ...], estimate: Estimate, draw: Draw) -> torch.Tensor:
-            del draw
-            *earlier, level, following = levels
-            data = estimate(latents, level)
-            left = following / level
-            if not before or following == 0:
-                result = left * latents + (1 - left) * data
-            else:
-                width = math.log(level / following)
-                place = -math.log(earlier[-1] / level) / width
-                first = -math.expm1(-width) / width
-                second = (first - 1) / -width
-                result = left * latents + width * ((first - second / place) * data + second / place * before[0])
-            before[:] = [data]
-            return result
-
-        return step
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        del draw
+        *earlier, level, following = levels
+        data = estimate(latents, level)
+        left, before = following / level, history.get(_DATA)
+        if before is None or following == 0:
+            result = left * latents + (1 - left) * data
+        else:
+            width = math.log(level / following)
+            place = -math.log(earlier[-1] / level) / width
+            first = -math.expm1(-width) / width
+            second = (first - 1) / -width
+            result = left * latents + width * ((first - second / place) * data + second / place * before)
+        history[_DATA] = data
+        return result
 
 
 class UniPCSigmaSampler(LevelSampler):
     """UniPC of order 3 (Zhao et al., arXiv:2302.04867, B(h) = h) in -log(sigma). It ends at a noise level of 0.001,
     whose signal is brought to 1."""
 
-    def advance(self) -> Advance:
-        history: list[tuple[float, torch.Tensor]] = []
-        start: list[torch.Tensor] = []
-        highest = max(min(3, self.num_steps - 1), 1)
-        last = 0.001
-
-        def step(latents: torch.Tensor, levels: tuple[float, ...], estimate: Estimate, draw: Draw) -> torch.Tensor:
-            del draw
-            *_, level, following = levels
-            index, data = len(levels) - 2, estimate(latents, level)
-            if history:
-                # The corrector of the step before, with the estimate at what it predicted.
-                order = min(highest, index, self.num_steps + 1 - index)
-                latents = _unipc(start[0], history, level, order, data)
-            history.append((level, data))
-            del history[:-3]
-            start[:] = [latents]
-            order = min(highest, index + 1, self.num_steps - index)
-            if following > 0:
-                return _unipc(latents, history, following, order, None)
-            return _unipc(latents, history, last, 1, None) / (1 - last)
-
-        return step
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        del draw
+        highest, last = max(min(3, self.num_steps - 1), 1), 0.001
+        *earlier, level, following = levels
+        index, data = len(levels) - 2, estimate(latents, level)
+        # The newest at the end, as the levels.
+        kept = [history[name] for name in _ESTIMATES if name in history]
+        estimates = list(zip(earlier[len(earlier) - len(kept) :], kept, strict=True))
+        if estimates:
+            # The corrector of the step before, with the estimate at what it predicted.
+            order = min(highest, index, self.num_steps + 1 - index)
+            latents = _unipc(history["start"], estimates, level, order, data)
+        estimates = [*estimates, (level, data)][-3:]
+        history.update(zip(_ESTIMATES[-len(estimates) :], (each for _, each in estimates), strict=True))
+        history["start"] = latents
+        order = min(highest, index + 1, self.num_steps - index)
+        if following > 0:
+            return _unipc(latents, estimates, following, order, None)
+        return _unipc(latents, estimates, last, 1, None) / (1 - last)
 
 
 def _unipc(
@@ -171,35 +167,31 @@ def _spread(ratio: float) -> float:
 class ErSdeSampler(_NoisySampler):
     """ER-SDE-Solver-3 (Cui et al., arXiv:2309.06169): Taylor's third order of the estimate, with fresh noise."""
 
-    def advance(self) -> Advance:
-        before: list[tuple[float, torch.Tensor]] = []
-        slopes: list[torch.Tensor] = []
-
-        def step(latents: torch.Tensor, levels: tuple[float, ...], estimate: Estimate, draw: Draw) -> torch.Tensor:
-            *_, level, following = levels
-            data = estimate(latents, level)
-            if following == 0:
-                return data
-            here, there = _ratio(level), _ratio(following)
-            share = _spread(there) / _spread(here)
-            result = (1 - following) / (1 - level) * share * latents + (1 - following) * (1 - share) * data
-            if before:
-                width = there - here
-                points = [there - width * index / _NUM_POINTS for index in range(_NUM_POINTS)]
-                summed = sum(1 / _spread(point) for point in points) * -width / _NUM_POINTS
-                slope = (data - before[-1][1]) / (here - before[-1][0])
-                result = result + (1 - following) * (width + summed * _spread(there)) * slope
-                if slopes:
-                    summed = sum((point - here) / _spread(point) for point in points) * -width / _NUM_POINTS
-                    bend = (slope - slopes[0]) / ((here - before[-2][0]) / 2)
-                    result = result + (1 - following) * (width**2 / 2 + summed * _spread(there)) * bend
-                slopes[:] = [slope]
-            before.append((here, data))
-            del before[:-2]
-            deviation = math.sqrt(max(there**2 - (here * share) ** 2, 0.0))
-            return result + (1 - following) * deviation * draw()
-
-        return step
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        *earlier, level, following = levels
+        data = estimate(latents, level)
+        if following == 0:
+            return data
+        here, there = _ratio(level), _ratio(following)
+        share = _spread(there) / _spread(here)
+        result = (1 - following) / (1 - level) * share * latents + (1 - following) * (1 - share) * data
+        before, slope_before = history.get(_DATA), history.get("slope")
+        if before is not None:
+            width = there - here
+            points = [there - width * index / _NUM_POINTS for index in range(_NUM_POINTS)]
+            summed = sum(1 / _spread(point) for point in points) * -width / _NUM_POINTS
+            slope = (data - before) / (here - _ratio(earlier[-1]))
+            result = result + (1 - following) * (width + summed * _spread(there)) * slope
+            if slope_before is not None:
+                summed = sum((point - here) / _spread(point) for point in points) * -width / _NUM_POINTS
+                bend = (slope - slope_before) / ((here - _ratio(earlier[-2])) / 2)
+                result = result + (1 - following) * (width**2 / 2 + summed * _spread(there)) * bend
+            history["slope"] = slope
+        history[_DATA] = data
+        deviation = math.sqrt(max(there**2 - (here * share) ** 2, 0.0))
+        return result + (1 - following) * deviation * draw()
 
 
 class DpmPlusPlusSdeSampler(_NoisySampler):
@@ -212,22 +204,22 @@ class DpmPlusPlusSdeSampler(_NoisySampler):
         half = math.sqrt(_ratio(level) * _ratio(following))
         return half / (1 + half)
 
-    def advance(self) -> Advance:
-        def step(latents: torch.Tensor, levels: tuple[float, ...], estimate: Estimate, draw: Draw) -> torch.Tensor:
-            *_, level, following = levels
-            data = estimate(latents, level)
-            middle = self.between(level, following)
-            if middle is None:
-                return data
-            first, second = draw(), draw()
-            ahead = _ancestral(latents, data, level, middle, first)
-            better = estimate(ahead, middle)
-            # The Brownian path's increment over the whole step, of which the first one is a part.
-            parts = [math.sqrt(abs(after - before)) for before, after in pairwise((level, middle, following))]
-            path = (parts[0] * first + parts[1] * second) / math.hypot(*parts)
-            return _ancestral(latents, better, level, following, path)
-
-        return step
+    def advance(
+        self, latents: torch.Tensor, levels: tuple[float, ...], history: History, estimate: Estimate, draw: Draw
+    ) -> torch.Tensor:
+        del history
+        *_, level, following = levels
+        data = estimate(latents, level)
+        middle = self.between(level, following)
+        if middle is None:
+            return data
+        first, second = draw(), draw()
+        ahead = _ancestral(latents, data, level, middle, first)
+        better = estimate(ahead, middle)
+        # The Brownian path's increment over the whole step, of which the first one is a part.
+        parts = [math.sqrt(abs(after - before)) for before, after in pairwise((level, middle, following))]
+        path = (parts[0] * first + parts[1] * second) / math.hypot(*parts)
+        return _ancestral(latents, better, level, following, path)
 
 
 def _ancestral(

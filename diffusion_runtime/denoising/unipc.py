@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from diffusion_runtime.denoising.multistep_settings import MULTISTEP_SETTINGS
-from diffusion_runtime.denoising.schedule_loop import Scheduler, ScheduleSampler
+from diffusion_runtime.denoising.schedule_loop import ResumableScheduler, ScheduleSampler
 from diffusion_runtime.untrusted.known_settings import (
     Allows,
     either,
@@ -56,12 +56,12 @@ class UniPCSampler(ScheduleSampler):
 
     settings: ClassVar[Mapping[str, Allows]] = _SETTINGS
 
-    def scheduler(self, device: torch.device) -> Scheduler:
+    def scheduler(self, device: torch.device) -> ResumableScheduler:
         return UniPCSolver({**self.options, "flow_shift": self.flow_shift}, self.num_steps, device)
 
 
 class UniPCSolver:
-    """A `Scheduler` for one sample call. settings: by diffusers' names, and flow_shift.
+    """A `ResumableScheduler` for one sample call. settings: by diffusers' names, and flow_shift.
 
     timesteps: [num_steps], whole numbers on the device; sigmas: [num_steps + 1] on the CPU.
     """
@@ -76,10 +76,21 @@ class UniPCSolver:
         self._ends_low = settings.get("lower_order_final", True)
         self._uncorrected = frozenset(settings.get("disable_corrector", ()))
         self._index = 0
-        self._order = 0
         # Clean latents as predicted at the last steps, the newest at the end.
         self._predictions: list[torch.Tensor] = []
         self._before: torch.Tensor | None = None
+
+    @property
+    def history(self) -> Mapping[str, torch.Tensor]:
+        """The predictions, the newest with the lowest number, and the sample before the last step."""
+        kept = {f"prediction_{back}": each for back, each in enumerate(reversed(self._predictions))}
+        return kept if self._before is None else {**kept, "before": self._before}
+
+    @history.setter
+    def history(self, history: Mapping[str, torch.Tensor]) -> None:
+        names = [name for back in range(self._max_order) if (name := f"prediction_{back}") in history]
+        self._predictions = [history[name] for name in reversed(names)]
+        self._before = history.get("before")
 
     def set_begin_index(self, begin_index: int) -> None:
         self._index = begin_index
@@ -96,15 +107,17 @@ class UniPCSolver:
         prediction = sample - self.sigmas[self._index] * model_output
         if self._before is not None and self._index - 1 not in self._uncorrected:
             sample = self._corrected(prediction)
-        num_done = len(self._predictions)
         self._predictions = [*self._predictions, prediction][-self._max_order :]
-        remaining = len(self.timesteps) - self._index
-        order = min(self._max_order, remaining) if self._ends_low else self._max_order
-        self._order = min(order, num_done + 1)
         self._before = sample
         following = self._predicted(sample)
         self._index += 1
         return (following,)
+
+    def _order_at(self, index: int) -> int:
+        """Return the order of a step whose prediction is the newest."""
+        remaining = len(self.timesteps) - index
+        order = min(self._max_order, remaining) if self._ends_low else self._max_order
+        return min(order, len(self._predictions))
 
     def _predicted(self, sample: torch.Tensor) -> torch.Tensor:
         """UniP: from the noise level of this step to the next one."""
@@ -113,10 +126,11 @@ class UniPCSolver:
         if not interval.differences:
             return linear
         differences = torch.stack(interval.differences, dim=1)
-        if self._order == 2:
+        order = self._order_at(self._index)
+        if order == 2:
             weights = torch.ones(1, dtype=sample.dtype, device=sample.device) * 0.5
         else:
-            matrix, right = interval.system(self._order)
+            matrix, right = interval.system(order)
             weights = torch.linalg.solve(matrix[:-1, :-1], right[:-1]).to(sample.dtype)
         return linear - interval.signal * interval.scale * torch.einsum("k,bkc...->bc...", weights, differences)
 
@@ -124,11 +138,11 @@ class UniPCSolver:
         """UniC: the last step again, knowing where it led. prediction: the model's, where it led."""
         assert self._before is not None
         before, newest = self._before, self._predictions[-1]
-        interval = self._interval(self._index - 1, before.device)
-        if self._order == 1:
+        interval, order = self._interval(self._index - 1, before.device), self._order_at(self._index - 1)
+        if order == 1:
             weights = torch.ones(1, dtype=before.dtype, device=before.device) * 0.5
         else:
-            matrix, right = interval.system(self._order)
+            matrix, right = interval.system(order)
             weights = torch.linalg.solve(matrix, right).to(before.dtype)
         correction: torch.Tensor | float = 0
         if interval.differences:
@@ -144,7 +158,7 @@ class UniPCSolver:
         ratio = _log_ratio(levels[start])
         width = _log_ratio(levels[start + 1]) - ratio
         places, differences = [], []
-        for back in range(1, self._order):
+        for back in range(1, self._order_at(start)):
             place = (_log_ratio(levels[start - back]) - ratio) / width
             places.append(place)
             differences.append((self._predictions[-(back + 1)] - self._predictions[-1]) / place)

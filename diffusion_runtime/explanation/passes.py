@@ -78,10 +78,13 @@ def _groups_of_clip(
     num = ((1 if is_joined or not planned.is_guided else 2) + further) * count
     weight = num - count * further / 2 if is_joined else num
     has_control = isinstance(prepared.model.sampling.control, ImageControl)
-    start = 0
+    start, stop = 0, settings.shared.stop_after_step or settings.num_steps
     for stage in stages_of(settings):
         # Samplers may call the model several times per step.
-        calls = [stage.first + step.index for step in stage.steps(torch.device("cpu"))]
+        indices = [stage.first + step.index for step in stage.steps(torch.device("cpu"))]
+        calls = [index for index in indices if index < stop]
+        if not calls:
+            return
         steps = range(start, max(calls) + 1)
         start = steps.stop
         yield PassGroup(

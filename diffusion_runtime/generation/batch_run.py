@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,11 +18,12 @@ from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
 from diffusion_runtime.generation.hooks import Hooks
-from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.latent_denoiser import Denoised, LatentDenoiser
 from diffusion_runtime.generation.participants import Participants
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts, encode_prompts
 from diffusion_runtime.generation.remarks import note_remarks
+from diffusion_runtime.generation.saved_latents import SavedLatents
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -36,7 +38,7 @@ class BatchRun:
     """One batch while it is made.
 
     batch: resolved requests. mesh: the processes that run the model together. participants: those of this generation,
-    which have begun. recorder: of its report.
+    which have begun. recorder: of its report. begin: what an earlier run has left of the one request, None for nothing.
     """
 
     parts: PipelineParts
@@ -49,6 +51,7 @@ class BatchRun:
     hooks: Hooks
     participants: Participants
     recorder: AttentionRecorder
+    begin: SavedLatents | None = None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -79,7 +82,7 @@ class BatchRun:
         """Return the denoiser of this batch."""
         return LatentDenoiser(
             transformer=self.parts.transformer,
-            image_conditioner=self._loaded_image_conditioner,
+            image_conditioner=self.loaded_image_conditioner,
             settings=self.settings,
             mesh=self.mesh,
             device=self.device,
@@ -122,26 +125,43 @@ class BatchRun:
         note_remarks(run.batch, run.settings, self.rules, self.mesh, self.recorder)
         return run, prompts
 
-    def denoise(self, clock: StageClock, prompts: EncodedPrompts | None = None) -> tuple[torch.Tensor, EncodedPrompts]:
-        """Encode the prompts, unless they are given, and denoise the batch. Return clean latents, float32 [batch,
-        *sample_shape]."""
+    def denoise(self, clock: StageClock, prompts: EncodedPrompts | None = None) -> tuple[Denoised, EncodedPrompts]:
+        """Encode the prompts, unless they are given, and denoise the batch, from where an earlier run has left it."""
         prompts = self.read_prompts(clock) if prompts is None else prompts
-        with clock.stage("denoise", self.settings.chunking.num_steps_of_video) as done:
+        num_steps = self.settings.shared.stop_after_step or self.settings.chunking.num_steps_of_video
+        with clock.stage("denoise", num_steps) as done:
 
             def on_step(step: StepInfo, at: torch.Tensor) -> None:
                 self.hooks.notify_step(step, at)
                 done(self.settings.chunking.num_done(step))
 
             denoiser, seeds = self.denoiser(), [request.seed for request in self.batch]
-            if self.settings.sampling.is_causal:
+            if not self.settings.sampling.is_causal:
+                begin = None if self.begin is None else self.begin.state
+                denoised = denoiser.denoise(prompts.conditions, seeds, on_step, begin=begin)
+            elif self.begin is not None:
+                latents = self.begin.clean[0]
+                denoised = Denoised(latents.to(self.device), self.settings.size, None)
+            else:
                 latents = ChunkedDenoiser(denoiser).denoise(
                     prompts.conditions, seeds, on_step, lambda prompt: self.encode(prompt).conditions
                 )
-            else:
-                latents = denoiser.denoise(prompts.conditions, seeds, on_step)
+                denoised = Denoised(latents, self.settings.size, None)
             if self.hooks.on_latents is not None:
-                self.hooks.on_latents(latents)
-        return latents, prompts
+                self.hooks.on_latents(denoised.latents)
+        return denoised, prompts
+
+    def keep(self, denoised: Denoised, recipes: Sequence[Mapping[str, Any]]) -> None:
+        """Hand over what the denoising has left of each request, where somebody wants it. recipes: of the requests."""
+        if self.hooks.keep is None:
+            return
+        for index, recipe in enumerate(recipes):
+            if denoised.state is None:
+                num_steps, clean = self.settings.chunking.num_steps_of_video, denoised.latents[index : index + 1]
+                saved = SavedLatents(recipe, num_steps, num_steps, clean={0: clean})
+            else:
+                saved = SavedLatents.of_state(denoised.state.of_sample(index), self.settings, recipe)
+            self.hooks.keep(index, saved)
 
     def denoise_segment(
         self,
@@ -153,13 +173,13 @@ class BatchRun:
     ) -> torch.Tensor:
         """Denoise one segment of a request's video. Return clean latents, float32 [1, *sample_shape]. conditioner:
         returns the segment's, of the model's. began: when the first segment did, as of StageClock.stage."""
-        settings = self.settings.of_segment()
+        settings = self.settings.of_segment(segment.index)
         num_steps, count = settings.num_steps, len(self.settings.segments)
         # Encodings are kept by the request without its seed; a segment may see the one before, or noise of the seed.
         denoiser = dataclasses.replace(
             self.denoiser(),
             settings=settings,
-            image_conditioner=lambda: conditioner(self._loaded_image_conditioner()),
+            image_conditioner=lambda: conditioner(self.loaded_image_conditioner()),
             encodings=None,
         )
         with clock.stage("denoise", num_steps * count, began=began) as done:
@@ -168,12 +188,13 @@ class BatchRun:
                 self.hooks.notify_step(step, at)
                 done(num_steps * segment.index + step.index + 1)
 
-            seeds = [request.seed for request in self.batch]
-            latents = denoiser.denoise(prompts.conditions, seeds, on_step, num_drawn=segment.num_drawn)
+            seeds = [settings.shared.seed]
+            latents = denoiser.denoise(prompts.conditions, seeds, on_step, segment.num_drawn).latents
             if self.hooks.on_latents is not None:
                 self.hooks.on_latents(latents)
         return latents
 
-    def _loaded_image_conditioner(self) -> ImageConditioner:
+    def loaded_image_conditioner(self) -> ImageConditioner:
+        """Return the image conditioner, once there is room for it."""
         self.participants.before_image_encoder()
         return self.parts.image_conditioner

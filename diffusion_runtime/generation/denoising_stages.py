@@ -12,7 +12,7 @@ import torch
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
-from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler, SamplerState
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import StageSampler, stage_samplers
 from diffusion_runtime.denoising.registry import build_sampler
@@ -35,13 +35,32 @@ class DenoisingStage(ABC):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         """Return the steps that `sample` gives to predict, as Sampler.steps."""
 
+    def is_over(self, state: SamplerState) -> bool:
+        """Return whether no step is left behind a place."""
+        return state.index > self.steps(torch.device("cpu"))[-1].index
+
     def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
         """Return the latents that the first step is given. latents: initial ones, or those of the stage before."""
         return latents
 
     @abstractmethod
-    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:
-        """Return the latents after the last step, float32. predict: of steps numbered over all stages."""
+    def start(self, latents: torch.Tensor) -> SamplerState:
+        """Return the place before the first step. latents: of `begin`."""
+
+    def run(
+        self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int | None = None
+    ) -> SamplerState:
+        """Run the steps from a place on, those before step `end` where that comes first, and return the place behind.
+        predict: of steps numbered over all stages, as `end` is."""
+        last = self.steps(torch.device("cpu"))[-1].index
+        own_end = last + 1 if end is None else min(end - self.first, last + 1)
+        return self._run(state, predict, on_step, noise, own_end)
+
+    @abstractmethod
+    def _run(
+        self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int
+    ) -> SamplerState:
+        """Run the steps before `end` as the sampler counts them."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +72,13 @@ class PlainStage(DenoisingStage):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:
-        return self.sampler.sample(latents, predict, on_step, noise.draw)
+    def start(self, latents: torch.Tensor) -> SamplerState:
+        return self.sampler.start(latents)
+
+    def _run(
+        self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int
+    ) -> SamplerState:
+        return self.sampler.run(state, predict, on_step, noise.draw, end)
 
 
 @dataclass(frozen=True)
@@ -69,8 +93,18 @@ class GrowingStage(DenoisingStage):
     def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
         return self.sampler.grown(latents, noise.draw_of)
 
-    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
-        return self.sampler.sample(latents, predict, on_step)
+    def start(self, latents: torch.Tensor) -> SamplerState:
+        return self.sampler.start(latents)
+
+    def _run(
+        self,
+        state: SamplerState,
+        predict: Predict,
+        on_step: OnStep,
+        noise: SampleNoise,  # noqa: ARG002
+        end: int,
+    ) -> SamplerState:
+        return self.sampler.run(state, predict, on_step, end)
 
 
 @dataclass(frozen=True)
@@ -97,13 +131,19 @@ class RefiningStage(DenoisingStage):
         clean = geometry.join(larger.to(latents.device), parts.audio)
         return level * noise.draw_of(geometry.sample_shape(self.size)).to(latents.device) + (1 - level) * clean
 
-    def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:
+    def start(self, latents: torch.Tensor) -> SamplerState:
+        return self.sampler.start(latents)
+
+    def _run(
+        self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int
+    ) -> SamplerState:
         shape = self.settings.sampling.geometry.sample_shape(self.size)
-        return self.sampler.sample(
-            latents,
+        return self.sampler.run(
+            state,
             predict,
             lambda step, at: on_step(dataclasses.replace(step, index=self.first + step.index), at),
             lambda: noise.draw_of(shape),
+            end,
         )
 
 

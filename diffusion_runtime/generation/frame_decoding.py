@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import torch
 
+from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.decoders.interface import FrameStream, LatentDecoder
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, ClipHeader
@@ -31,14 +32,15 @@ def decode_clip(
     recipe: Mapping[str, Any],
     open_sink: Callable[[ClipHeader], FrameSink] | None,
     recorder: AttentionRecorder,
+    size: ClipSize | None = None,
 ) -> tuple[torch.Tensor, Audio | None]:
     """Decode one sample. Return its frames, uint8 on the CPU, [frames, height, width, 3], and its sound.
 
-    latents: clean, [1, *sample_shape]. open_sink: as of decode_frames. Raises DiffusionRuntimeError for frames that are
-    not numbers.
+    latents: clean, [1, *sample_shape]. size: of the clip that they are of, None for the settings'. open_sink: as of
+    decode_frames. Raises DiffusionRuntimeError for frames that are not numbers.
     """
     geometry = settings.sampling.geometry
-    parts = geometry.parts(latents, settings.size)
+    parts = geometry.parts(latents, settings.size if size is None else size)
     # A file of a clip with sound begins with the sound, which is not there yet.
     sink = open_sink if parts.audio is None else None
     stream = without_first(decoder.stream(parts.video), geometry.num_frames_before)

@@ -11,6 +11,7 @@ import torch
 from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import OnStep, Wrapper
+from diffusion_runtime.generation.saved_latents import SavedLatents
 
 
 @dataclass(kw_only=True)
@@ -24,6 +25,8 @@ class Hooks:
     wrap: wraps the guided prediction of every step; None for nothing.
     block_runner: runs the transformer's blocks in place of the requests' step cache.
     on_latents: called with the clean latents, [batch, *sample_shape].
+    keep: called, before decoding, with the index of a request in its batch and what its denoising has left, whose
+        tensors are the model's own on its device; of a video in segments behind each with those so far.
     """
 
     eager_reason: str | None = None
@@ -32,6 +35,7 @@ class Hooks:
     wrap: Wrapper | None = None
     block_runner: BlockRunner | None = None
     on_latents: Callable[[torch.Tensor], object] | None = None
+    keep: Callable[[int, SavedLatents], object] | None = None
 
     @contextmanager
     def holding(self, name: str, value: object) -> Iterator[None]:

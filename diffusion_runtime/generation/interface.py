@@ -10,6 +10,7 @@ import torch
 from diffusion_runtime.core.progress import OnProgress
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.parts import PipelineParts
+from diffusion_runtime.generation.saved_latents import SavedLatents
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.media.file_writer import OpenSink
 from diffusion_runtime.models.interface import DiffusionTransformer
@@ -113,6 +114,17 @@ class InspectablePipeline(GenerationPipeline, Protocol):
     @property
     def transformer(self) -> DiffusionTransformer:
         """The denoiser, on our attention layers."""
+
+    def finish(
+        self,
+        saved: SavedLatents,
+        request: GenerationRequest | None = None,
+        *,
+        allow_changes: bool = False,
+        on_progress: OnProgress | None = None,
+        open_sink: OpenSink | None = None,
+    ) -> GeneratedMedia:
+        """Go on with a request from what its denoising has left, as Pipeline.finish does."""
 
     def latents(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> torch.Tensor:
         """Return the clean latents of a request, float32 [1, *sample_shape], without decoding them."""

@@ -20,13 +20,14 @@ from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import RequestGuidance
-from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict
+from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, SamplerState
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.denoising_stages import DenoisingStage, stages_of
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.prompt_encoding import KEPT, inputs_key
+from diffusion_runtime.generation.saved_latents import DenoisingState
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, ImageCondition, ImageConditioner
@@ -46,6 +47,20 @@ class _StageRun:
     inputs: Mapping[str, DenoiserInputs]
     cache: StepCache
     predict: Predict
+
+
+@dataclass(frozen=True, eq=False)
+class Denoised:
+    """The end of a batch's denoising, or where it was stopped.
+
+    latents: clean, float32 [batch, *sample_shape]; of a stopped one the model's estimate of them at the last step.
+    size: of the clip that they are of, smaller where a stage at full size did not run. state: the place behind the last
+    step, None in a model that makes a video chunk by chunk.
+    """
+
+    latents: torch.Tensor
+    size: ClipSize
+    state: DenoisingState | None
 
 
 @dataclass(frozen=True)
@@ -74,12 +89,18 @@ class LatentDenoiser:
     hooks: Hooks = field(default_factory=Hooks)
 
     def denoise(
-        self, text: Mapping[str, Conditions], seeds: Sequence[int], on_step: OnStep, num_drawn: int = 0
-    ) -> torch.Tensor:
-        """Return the clean latents, float32, [batch, *sample_shape]. text: by guidance branch. seeds: of each sample's
-        noise. num_drawn: how many times as much noise earlier segments of the video have drawn.
+        self,
+        text: Mapping[str, Conditions],
+        seeds: Sequence[int],
+        on_step: OnStep,
+        num_drawn: int = 0,
+        begin: DenoisingState | None = None,
+    ) -> Denoised:
+        """Denoise to the end, or to the request's stop_after_step. text: by guidance branch. seeds: of each sample's
+        noise. num_drawn: how many times as much noise earlier segments of the video have drawn. begin: the place to go
+        on from, None for the first step.
 
-        Raises DiffusionRuntimeError when they are not finite.
+        Raises DiffusionRuntimeError when the latents are not finite.
         """
         settings, stages = self.settings, stages_of(self.settings, self.upsampler)
         if settings.guidance.note is not None:
@@ -87,25 +108,47 @@ class LatentDenoiser:
         noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
         for _ in range(num_drawn):
             noise.draw()
-        initial = noise.draw().to(self.device)
+        if begin is not None:
+            noise.draw_again(begin.drawn)
         # What is computed from the prompt alone serves every size.
         state, forward = RequestCache(), self.forward_of()
         plan_steps(state, [step for stage in stages if not stage.refines for step in stage.steps(self.device)])
         runs = [self._run_of(stage, text, forward, state) for stage in stages]
-        latents = self.transformer.start(initial, runs[0].inputs["cond"])
-        for before, run in zip((runs[0], *runs), runs, strict=False):
+        number, stop = 0 if begin is None else begin.stage, settings.shared.stop_after_step
+        place = self._first_place(runs[0], noise) if begin is None else begin.sampler.on(self.device)
+        while True:
+            run = runs[number]
             if run.stage.note is not None:
                 self.recorder.note(run.stage.note)
-            if run.stage.refines:
-                latents = self.transformer.settle(latents, before.inputs["cond"])
-            latents = run.stage.begin(latents, noise)
-            latents = run.stage.sample(latents, run.predict, self._of_clip(on_step, run.stage.size), noise)
-            run.cache.finish(latents.device)
+            predict = run.predict if stop is None else _LastEstimate(run.predict)
+            place = run.stage.run(place, predict, self._of_clip(on_step, run.stage.size), noise, stop)
+            run.cache.finish(place.latents.device)
+            latents, following = place.latents.float(), runs[number + 1 : number + 2]
+            is_stopped = stop is not None and run.stage.first + place.index >= stop
+            if is_stopped or not following:
+                break
+            if following[0].stage.refines:
+                latents = self.transformer.settle(latents, run.inputs["cond"])
+            number, place = number + 1, following[0].stage.start(following[0].stage.begin(latents, noise))
         if isinstance(forward, GraphedForward):
             forward.report()
-        latents = self.transformer.settle(latents, runs[-1].inputs["cond"])
+        if run.stage.is_over(place):
+            # The next stage begins anew, without what this one's sampler keeps.
+            place = SamplerState(place.index, place.latents)
+        left = DenoisingState(number, place, noise.drawn)
+        if is_stopped:
+            self.recorder.note(f"stop_after_step: {stop} of {settings.num_steps} steps were made: a preview")
+            is_clean = run.stage.is_over(place) and bool(following) and following[0].stage.refines
+            if isinstance(predict, _LastEstimate) and not is_clean:
+                latents = predict.estimate
+        latents = self.transformer.settle(latents, run.inputs["cond"])
         check_finite(latents, self.dtype)
-        return latents
+        return Denoised(latents, run.stage.size, left)
+
+    def _first_place(self, run: _StageRun, noise: SampleNoise) -> SamplerState:
+        """Return the place before the first step. run: of the first stage."""
+        latents = self.transformer.start(noise.draw().to(self.device), run.inputs["cond"])
+        return run.stage.start(run.stage.begin(latents, noise))
 
     def _run_of(
         self,
@@ -239,6 +282,20 @@ class LatentDenoiser:
             return predict(latents, dataclasses.replace(step, expert=expert))
 
         return of_expert
+
+
+class _LastEstimate:
+    """A prediction that keeps what it took for the data at its last call."""
+
+    def __init__(self, predict: Predict) -> None:
+        self._predict = predict
+        self.estimate = torch.empty(0)
+
+    def __call__(self, latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        velocity = self._predict(latents, step)
+        assert step.sigma is not None
+        self.estimate = latents.float() - step.sigma * velocity.float()
+        return velocity
 
 
 def _numbered(predict: Predict, first: int, num_steps: int) -> Predict:

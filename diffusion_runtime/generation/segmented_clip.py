@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -14,20 +16,30 @@ from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.frame_decoding import to_pixels
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
+from diffusion_runtime.generation.saved_latents import SavedLatents
 from diffusion_runtime.models.interface import ImageConditioner
 
 
 class SegmentedClip:
     """The one request of a run on its way. prompts: encoded; decoder: of the request; clock: of the generation.
 
-    latents: of the segments so far, float32 [1, *sample_shape] each. timings: seconds of participants by name.
+    recipe: of the generation. latents: of the segments so far, float32 [1, *sample_shape] each. timings: seconds of
+    participants by name.
     """
 
-    def __init__(self, run: BatchRun, prompts: EncodedPrompts, decoder: LatentDecoder, clock: StageClock) -> None:
+    def __init__(
+        self,
+        run: BatchRun,
+        prompts: EncodedPrompts,
+        decoder: LatentDecoder,
+        clock: StageClock,
+        recipe: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._run = run
         self._prompts = prompts
         self._decoder = decoder
         self._clock = clock
+        self._recipe = recipe
         self._conditioner: ImageConditioner | None = None
         self.latents: list[torch.Tensor] = []
         self.timings: dict[str, float] = {}
@@ -87,8 +99,19 @@ class SegmentedClip:
             self._conditioner = (self._conditioner or of_model).of_segment(segment, known)
             return self._conditioner
 
-        made = run.denoise_segment(self._prompts, segment, conditioner, self._clock, began)
+        earlier = {} if run.begin is None else run.begin.clean
+        if segment.index in earlier:
+            # The next segment's condition is made of that of this one.
+            conditioner(run.loaded_image_conditioner())
+            made = earlier[segment.index].to(run.device)
+        else:
+            made = run.denoise_segment(self._prompts, segment, conditioner, self._clock, began)
         self.latents.append(made)
+        if run.hooks.keep is not None:
+            num_segments = len(run.settings.segments)
+            # Those of an earlier run behind this one too.
+            clean = {**earlier, **dict(enumerate(self.latents))}
+            run.hooks.keep(0, SavedLatents(self._recipe, len(clean), num_segments, clean=clean))
         for name, seconds in run.participants.after_denoising(recorder).items():
             self.timings[name] = self.timings.get(name, 0.0) + seconds
         run.participants.before_decoding()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from diffusion_runtime.errors import ConfigError, nearest, shown
 
+# Of the latents beside a media file (generation/saved_latents.py).
+LATENTS_SUFFIX = ".latents.safetensors"
 FORMATS = ("mp4", "gif", "webp", "png", "npy")
 IMAGE_FORMATS = ("png",)
 # Written by ffmpeg; Pillow and numpy write the others.

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from diffusion_runtime.errors import DiskFullError, OutputError
@@ -175,6 +175,22 @@ def publish_numbered(source: Path, target: Path) -> Path:
     while not take_name(source, path := numbered(target, number)):
         number += 1
     return path
+
+
+def publish_free(content: bytes, names: Iterable[Path]) -> Path:
+    """Write the whole file or none, under the first of these names of one folder that is free; return it. Raises
+    OutputError."""
+    waiting = iter(names)
+    place = next(waiting)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_file(place.parent) as partial:
+            partial.write_bytes(content)
+            while not take_name(partial, place):
+                place = next(waiting)
+    except OSError as error:
+        raise cannot_write(place, error) from error
+    return place
 
 
 def publish_pair(media: Path, sidecar: Path, target: Path, *, overwrite: bool, sound: Path | None = None) -> Path:

@@ -101,7 +101,7 @@ class Model(Generic[C, G]):
             "decode_timestep": sampling.decodes_with_noise,
             "decode_noise_scale": sampling.decodes_with_noise,
             **{name: sampling.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},
-            **dict.fromkeys(("segment_frames", "segment_overlap"), sampling.segments is not None),
+            **dict.fromkeys(("segment_frames", "segment_overlap", "segment_seeds"), sampling.segments is not None),
         }
         own = (*self.family.requests.fields, *self.request_fields, *self.inputs.images)
         return frozenset((*own, *(name for name, holds in facts.items() if holds)))

@@ -320,6 +320,29 @@ class Blocks:
             raise RequestError(f"{name}: expected each block once, got {shown(value)}")
 
 
+class Seeds:
+    """Seeds in an order, one or several times the same."""
+
+    metavar: ClassVar[str] = "N,N,..."
+    kind: ClassVar[type] = str
+
+    def read(self, value: object) -> object:
+        """Return a list of seeds, one of them, or a text with commas between them, as a tuple."""
+        if isinstance(value, str):
+            try:
+                return tuple(int(part) for part in value.split(","))
+            except ValueError:
+                return value
+        return tuple(value) if isinstance(value, list) else (value,) if type(value) is int else value
+
+    def __call__(self, name: str, value: object) -> None:
+        numbers = value if isinstance(value, tuple) else ()
+        if not 1 <= len(numbers) <= MAX_LEVELS:
+            raise RequestError(f"{name}: expected seeds with commas between them, such as 7,9,7, got {shown(value)}")
+        for each in numbers:
+            SeedNumber()(name, each)
+
+
 def parse_levels(value: object) -> object:
     """Return a list of noise levels, or a text with commas between them, as a tuple; anything else as it is, for Levels
     to refuse."""

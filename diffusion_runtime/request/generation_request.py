@@ -39,6 +39,7 @@ from diffusion_runtime.request.fields import (
     RequestField,
     Scales,
     SeedNumber,
+    Seeds,
     SoundFile,
     Text,
     VideoFile,
@@ -134,6 +135,10 @@ class GenerationRequest:
         is_filled=True,
     )
     num_inference_steps: int | None = _same_field("Denoising steps.", Count(), is_filled=True)
+    # The steps of all stages after which the latents are left, to be finished later (generation/saved_latents.py).
+    stop_after_step: int | None = request_field(
+        "Stop after so many steps: the file is a preview, and `finish` goes on from --save-latents.", Count()
+    )
     # Classifier-free guidance; 1 or less runs no negative branch. A model that was distilled from guidance takes it as
     # an input instead, and runs one branch.
     guidance_scale: float | None = _same_field(
@@ -258,6 +263,10 @@ class GenerationRequest:
         "Frames of a longer video that are made together, in a segment.", Count()
     )
     segment_overlap: int | None = _segment_field("Frames that a segment shares with the one before.", Count(minimum=0))
+    # Of the segments from the first on, so that one of them is made anew; those behind have the request's.
+    segment_seeds: tuple[int, ...] | None = _segment_field(
+        "A seed for each segment from the first on: 7,9,7; left out, and behind them, it is --seed.", Seeds()
+    )
     # Models that make a video chunk by chunk (causal); a first_chunk_ field that is None is as of the other chunks.
     chunk_frames: int | None = _chunk_field(
         "Latent frames per chunk, in models that make a video chunk by chunk.", Count()

@@ -75,13 +75,18 @@ class BatchSettings:
         longest, overlap = shared.segment_frames or num_frames, shared.segment_overlap or 0
         return SegmentPlan(num_frames, longest, overlap, kind) if kind else SegmentPlan(num_frames, num_frames)
 
-    def of_segment(self) -> Self:
+    def of_segment(self, index: int = 0) -> Self:
         """Return the settings of one segment; these where the video is made at once."""
-        length = self.segments.length
-        if length == self.size.num_frames:
+        length, seed = self.segments.length, self.seed_of_segment(index)
+        if (length, seed) == (self.size.num_frames, self.shared.seed):
             return self
-        shared = dataclasses.replace(self.shared, num_frames=length)
+        shared = dataclasses.replace(self.shared, num_frames=length, seed=seed)
         return dataclasses.replace(self, shared=shared)
+
+    def seed_of_segment(self, index: int) -> int:
+        """Return the seed of a segment's noise."""
+        seeds = self.shared.segment_seeds or ()
+        return seeds[index] if index < len(seeds) else self.shared.seed
 
     @property
     def size(self) -> ClipSize:

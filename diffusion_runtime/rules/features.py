@@ -47,6 +47,7 @@ class ChosenRequest:
             "magcache": lambda: isinstance(options, MagCacheOptions),
             "progressive resolution": lambda: _is_progressive(request),
             "causal model": lambda: sampling.is_causal,
+            "video in segments": lambda: settings.segments.is_apart,
             "history in large patches": lambda: sampling.history is not None,
             "rolling chunks": lambda: is_rolling(request),
             "positions in the window": lambda: request.positions not in (None, "absolute"),

@@ -28,6 +28,7 @@ from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.sizes import check_second_stage, shift_of_size
 from diffusion_runtime.rules.step_cache_rules import StepCacheRules
+from diffusion_runtime.rules.stop_rules import check_stop
 from diffusion_runtime.rules.used_fields import refuse_unused, unused_values
 from diffusion_runtime.weights.lora.binding import Lora
 
@@ -62,7 +63,8 @@ class RequestRules:
         settings = self.settings(self._filled(request, preset))
         self.sampling.geometry.sample_shape(settings.size)
         check_second_stage(settings.sizes)
-        settings.segments.check(self.sampling.geometry.frame_rule)
+        seeds = settings.shared.segment_seeds or ()
+        settings.segments.check(self.sampling.geometry.frame_rule, len(seeds))
         check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
             check_chunks(settings)
@@ -77,6 +79,7 @@ class RequestRules:
         self._images.check(settings)
         for layer in self.attention_layers:
             layer.decisions.check_request(settings.num_steps)
+        check_stop(settings, self.attention_layers)
         values |= progressive_values(settings, sampler, self.spectrum)
         values |= self.step_caches.values(settings.shared, self.num_blocks, is_distilled=self._is_distilled)
         return dataclasses.replace(settings.shared, **values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion_runtime.errors import BatchFailedError, DiskFullError
+from diffusion_runtime.parallel.failure import RunEnded
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED, Failure
+from diffusion_runtime.session.latents_files import LatentsFiles
 from diffusion_runtime.session.outputs import Outputs
 from diffusion_runtime.session.reporter import Reporter, seconds_text
 
 if TYPE_CHECKING:
     from diffusion_runtime.core.progress import OnProgress
+    from diffusion_runtime.generation.saved_latents import SavedLatents
     from diffusion_runtime.media import GeneratedMedia
     from diffusion_runtime.media.file_writer import OpenSink
 
@@ -26,17 +30,20 @@ MAX_TITLE_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class Item:
-    """One generation of a batch: its resolved request, or why it cannot be made."""
+    """One generation of a batch: its resolved request, or why it cannot be made. begin: what it goes on from, None for
+    the first step; allow_changes: although the steps before were made with other values."""
 
     request: GenerationRequest
     failure: Failure | None = None
+    begin: SavedLatents | None = None
+    allow_changes: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Result of one item. Without a failure `path` is written and every other field is filled.
 
-    seconds: of the whole item; timings: by stage. peak_memory: as of GeneratedMedia.
+    seconds: of the whole item; timings: by stage. peak_memory: as of GeneratedMedia. latents: the file of its latents.
     """
 
     request: GenerationRequest
@@ -47,9 +54,12 @@ class Outcome:
     peak_memory: dict[str, int] = field(default_factory=dict)
     frames_shape: tuple[int, ...] = ()
     attention_report: dict[str, Any] = field(default_factory=dict)
+    latents: Path | None = None
 
     def to_dict(self) -> dict[str, Any]:
         known: dict[str, Any] = {"prompt": self.request.prompt, "seed": self.request.seed}
+        if self.latents is not None:
+            known["latents"] = str(self.latents)
         if self.failure is not None:
             return {**known, **self.failure.to_dict()}
         assert self.path is not None
@@ -116,7 +126,7 @@ class BatchResult:
 
 
 # Makes one item; the second argument receives its progress, the third one its frames as they are decoded.
-Generate = Callable[[GenerationRequest, "OnProgress", "OpenSink | None"], "GeneratedMedia"]
+Generate = Callable[[Item, "OnProgress", "OpenSink | None"], "GeneratedMedia"]
 
 
 def run_batch(
@@ -126,10 +136,12 @@ def run_batch(
     reporter: Reporter,
     on_file: Callable[[Path], None] | None,
     coordinator: Coordinator | None = None,
+    latents: LatentsFiles | None = None,
 ) -> BatchResult:
     """Make every item, until one fails for a full disk. on_file: called with each file's path once it is complete.
-    coordinator: of the processes that make them; None for one alone."""
+    coordinator: of the processes that make them; None for one alone. latents: files of what each has left."""
     coordinator = SingleProcessCoordinator() if coordinator is None else coordinator
+    latents = LatentsFiles(is_asked=False, is_first=coordinator.is_first) if latents is None else latents
     outcomes: list[Outcome] = []
     num_reported = 0
 
@@ -144,7 +156,7 @@ def run_batch(
     interrupted = disk_is_full = False
     try:
         for number, item in enumerate(items, start=1):
-            _run_item(item, number, len(items), generate, outputs, reporter, coordinator, outcomes)
+            _run_item(item, number, len(items), generate, outputs, reporter, coordinator, outcomes, latents)
             report_files()
             disk_is_full = _disk_is_full(outcomes[-1].failure)
             if disk_is_full:
@@ -170,6 +182,7 @@ def _run_item(
     reporter: Reporter,
     coordinator: Coordinator,
     outcomes: list[Outcome],
+    latents: LatentsFiles,
 ) -> None:
     """outcomes: where this one's is added, for a file as soon as it has its name."""
     request = item.request
@@ -181,8 +194,9 @@ def _run_item(
             reporter.say(f"{title}: failed alike")
         else:
             reporter.error(f"{title}: {failure.message}{rest}", failure.trace)
-        outcomes.append(Outcome(request, failure))
+        outcomes.append(Outcome(request, failure, latents=latents.path))
 
+    latents.begin(None)
     if item.failure is not None:
         report(item.failure)
         return
@@ -190,18 +204,26 @@ def _run_item(
 
     started = time.perf_counter()
     target = outputs.target(request)
+    latents.begin(target)
     path = None
     # One process alone stops decoding when its file cannot be written; several must stay in step.
     writer = FileWriter(target, stops_decoding=coordinator.world is None)
     with reporter.progress(title_of(request, number, num_items)) as view, writer:
         open_sink = writer.open if coordinator.is_first else None
-        media, failure = coordinator.attempt(lambda: generate(request, view.update, open_sink))
+        try:
+            media, failure = coordinator.attempt(lambda: generate(item, view.update, open_sink))
+        except RunEnded:
+            # Another process has failed, and reports why.
+            if latents.are_rescued():
+                reporter.say(latents.way_on)
+            raise
         write_started = time.perf_counter()
         if media is not None:
             finish = functools.partial(_finish, outcomes, request, media, started, write_started)
             save = functools.partial(media.save, target, overwrite=False, on_published=finish, writer=writer)
             path, failure = coordinator.attempt(lambda: coordinator.path_from_first(save))
     if failure is not None:
+        failure = latents.after(failure)
         left = num_items - number
         rest = f"; {left} of {num_items} were not begun: make room, and --resume goes on"
         report(failure, rest if left and _disk_is_full(failure) else "")
@@ -210,6 +232,10 @@ def _run_item(
     assert path is not None
     if not coordinator.is_first:
         finish(path)
+    if latents.path is not None:
+        latents.name_after(path)
+        outcomes[-1] = dataclasses.replace(outcomes[-1], latents=latents.path)
+        reporter.say(latents.way_on)
     if (remark := outputs.explain_number(request, path)) is not None:
         reporter.say(remark)
     reporter.say(f"wrote {path}" + (f" ({seconds_text(outcomes[-1].timings)})" if num_items > 1 else ""))

@@ -185,6 +185,13 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file(dict(tensors), path)
 
 
+def tensor_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the contents of a safetensors file of these, for a file that is open already."""
+    from safetensors.torch import save
+
+    return save(dict(tensors), dict(metadata))
+
+
 def stream_tensors(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],

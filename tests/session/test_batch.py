@@ -25,10 +25,9 @@ from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.outputs import Outputs
 
 
-def make(
-    request: GenerationRequest, on_progress: Callable[[Progress], None], open_sink: OpenSink | None = None
-) -> GeneratedMedia:
+def make(item: Item, on_progress: Callable[[Progress], None], open_sink: OpenSink | None = None) -> GeneratedMedia:
     """Media whose prompt may name what goes wrong instead."""
+    request = item.request
     wrong: dict[str, BaseException] = {
         "memory": DeviceMemoryError("too large"),
         "full": DiskFullError("no room"),

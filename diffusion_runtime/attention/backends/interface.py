@@ -205,6 +205,8 @@ class Backend(ABC):
     every accelerator, because a package's kernels depend on chip, driver and torch; nowhere for torch's own kernels and
     for this project's.
     not_replayed: why calls cannot be replayed from a CUDA graph, None where they can (`replay_refusal`).
+    keeps_between_steps: what its calls of a step leave in AttentionCall.state that those of the next one start from, so
+    that a generation cannot be left between the two; None for nothing.
     prepares: whether `prepare` is called, once per forward pass for all calls of the same PlanLimits.
     """
 
@@ -218,6 +220,7 @@ class Backend(ABC):
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     self_check_platforms: ClassVar[frozenset[str]] = frozenset(PLATFORMS) - {"cpu"}
     not_replayed: ClassVar[str | None] = "it does not declare that its calls can be replayed"
+    keeps_between_steps: ClassVar[str | None] = None
     prepares: ClassVar[bool] = False
 
     @abstractmethod

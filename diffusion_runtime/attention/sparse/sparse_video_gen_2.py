@@ -76,7 +76,7 @@ class SparseVideoGen2Backend(SparseBackend):
 
     name = "sparse_video_gen_2_attn"
     summary = "attention between clusters of like tokens that hold most of the mass (Sparse VideoGen 2)"
-    not_replayed = "its clustering starts from the clusters of the step before"
+    not_replayed = keeps_between_steps = "its clustering starts from the clusters of the step before"
     options_type: ClassVar[type] = SparseVideoGen2Options
     self_test_options = MappingProxyType(
         {"svg2_num_q_centroids": 6, "svg2_num_k_centroids": 15, "svg2_top_p_kmeans": 0.6}

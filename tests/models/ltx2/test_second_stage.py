@@ -20,6 +20,7 @@ from family_cases import change
 from family_parity import kept_after_steps, load_theirs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from saved_runs import assert_same, finished, saving
 from tables import table
 from tiny_ltx2 import ONE_SCALE, VIDEO_CHANNELS
 
@@ -31,11 +32,13 @@ from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.errors import ConfigError, ModelLoadError, RequestError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.generation.denoising_stages import stages_of
+from diffusion_runtime.generation.saved_latents import read_latents
 from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.found_files import with_found_files
 from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.session.finishing import continued_request, request_of
 
 SIZE, HALF = ClipSize(128, 192, 9, 25), ClipSize(64, 96, 9, 25)
 LEVELS = (0.909375, 0.725, 0.421875)
@@ -145,7 +148,9 @@ def test_a_second_stage_of_ancestral_steps_draws_noise_of_its_own_size(tiny_fold
     settings = BatchSettings.of([resolved], prepared.rules.sampling)
     stage, shape = stages_of(settings)[1], settings.sampling.geometry.sample_shape(SIZE)
     drawn, start = SampleNoise(shape, [4]), SampleNoise(shape, [3]).draw()
-    found = stage.sample(start.clone(), lambda x, _: x / 2, lambda *_: None, SampleNoise(shape, [4]))
+    found = stage.run(
+        stage.start(start.clone()), lambda x, _: x / 2, lambda *_: None, SampleNoise(shape, [4])
+    ).latents.float()
     latents = start.double()
     for level, following in pairwise((*LEVELS, 0.0)):
         data = latents - level * latents / 2
@@ -267,3 +272,21 @@ def test_an_upsampler_that_does_not_fit_is_named(
         match="second_stage_sigmas: a second stage needs an upsampler, a folder by --upsampler-path; leave it out",
     ):
         inspect_pipeline(RuntimeConfig(str(tiny_folder))).rules.resolve(request(second_stage_sigmas=LEVELS))
+
+
+def test_a_draft_of_two_stages_is_finished(tiny_folder: Path, upsampler: Path, tmp_path: Path) -> None:
+    """Left in either stage and between them; and a small clip with sound that gets a second stage afterwards."""
+    ours, plain = load(tiny_folder, upsampler), load(tiny_folder, None)
+    asked = request(second_stage_sampler="euler_ancestral")
+    whole = ours(asked)
+    for stop in (1, 2, 4):
+        assert_same(finished(ours, asked, stop, tmp_path), whole)
+    draft, _ = saving(ours, dataclasses.replace(asked, stop_after_step=2), tmp_path)
+    assert draft.frames.shape == (9, 64, 96, 3)
+    assert draft.audio is not None
+    _, files = saving(plain, request(height=64, width=96), tmp_path)
+    saved = read_latents(files[-1])
+    larger = continued_request(saved, request_of(saved), ours.rules)
+    found = ours.finish(saved, larger)
+    assert_same(found, ours(larger))
+    assert found.frames.shape == (9, 128, 192, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from cli_support import Result, command_process
 from PIL import Image
+from saved_runs import assert_same, saving
 from tables import table
 from tiny_seedvr2 import write_tiny_seedvr2
 
@@ -20,6 +22,7 @@ from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline, upscal
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig
 from diffusion_runtime.denoising.segments import SegmentPlan
 from diffusion_runtime.errors import ConfigError, RequestError
+from diffusion_runtime.generation.saved_latents import read_latents
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.media.ffmpeg import find_ffmpeg
 from diffusion_runtime.media.reading import read_media_file
@@ -279,3 +282,19 @@ def test_a_model_is_found_in_the_folders_of_comfyui(files: dict[str, str], tmp_p
     alone = upscale(files["photo"], "--dry-run", cwd=tmp_path, HOME=str(tmp_path))
     assert "parts of seedvr2-3b are missing" in alone.said
     assert "ema_vae_fp16.safetensors, from numz/SeedVR2_comfyUI" in alone.said
+
+
+def test_one_segment_is_made_anew(pipeline: Pipeline, files: dict[str, str], tmp_path: Path) -> None:
+    """The others are those of before: they are blended, and each is made by itself."""
+    asked = request(files, segment_frames=6, segment_overlap=2, color_correction="wavelet", seed=3)
+    whole, kept = saving(pipeline, asked, tmp_path)
+    redone = dataclasses.replace(asked, segment_seeds=(3, 8))
+    steps: list[int] = []
+    found = pipeline.finish(
+        read_latents(kept[-1]), redone, on_progress=lambda at: steps.append(at.step) if at.stage == "denoise" else None
+    )
+    assert_same(found, pipeline(redone))
+    # The one step of the second segment, behind that of the first.
+    assert steps == [0, 2]
+    assert numpy.array_equal(found.frames[:4], whole.frames[:4])
+    assert not numpy.array_equal(found.frames, whole.frames)

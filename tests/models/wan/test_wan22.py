@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from PIL import Image
+from saved_runs import assert_same, finished
 from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
@@ -270,3 +271,12 @@ def test_a_second_expert_of_another_size_is_refused(experts_folder: Path, tmp_pa
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 3}))
     with pytest.raises(ModelLoadError, match=r"transformer_2: the weights do not fit"):
         load_pipeline(str(folder), device="cpu")
+
+
+def test_a_draft_is_finished_by_the_expert_of_its_next_step(experts_folder: Path, tmp_path: Path) -> None:
+    ours = load_pipeline(str(experts_folder), device="cpu")
+    sizes = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 4}
+    asked = GenerationRequest(PROMPTS[0], NEGATIVE, **sizes, guidance_scale=4.0, guidance_scale_2=2.5, seed=1)
+    whole = ours(asked)
+    for stop in (1, 3):
+        assert_same(finished(ours, asked, stop, tmp_path), whole)

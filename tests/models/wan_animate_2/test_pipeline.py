@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from offloaded_pipelines import StrictTransfers, load_offloaded
 from PIL import Image
+from saved_runs import assert_same, saving
 from tables import table
 from tiny_wan_animate_2 import MAX_TEXT_TOKENS, TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.generation.saved_latents import read_head, read_latents
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.driving_video import size_inside
 from diffusion_runtime.models.wan_animate_2.family import size_of_image
@@ -189,3 +192,22 @@ def test_the_distilled_folder_has_its_steps(folder_of: FolderOf) -> None:
     for how, steps in (({}, 40), ({"distilled": True}, 10)):
         rules = inspect_pipeline(RuntimeConfig(str(folder_of(**how)), device="cpu")).rules
         assert rules.defaults["num_inference_steps"] == steps
+
+
+def test_a_clip_that_failed_goes_on_behind_its_last_whole_segment(
+    folder_of: FolderOf, files: dict[str, str], tmp_path: Path
+) -> None:
+    ours = load_pipeline(str(folder_of(num_layers=10)), device="cpu")
+    asked = request(files, num_frames=21, segment_frames=9, num_inference_steps=1, guidance_scale=1.0)
+    whole, kept = saving(ours, asked, tmp_path)
+    assert [read_head(file)[1]["done"] for file in kept] == [1, 2, 3]
+    for file in kept:
+        assert_same(ours.finish(read_latents(file)), whole)
+    # The second segment anew, and the third from its end.
+    redone = dataclasses.replace(asked, segment_seeds=(5, 9, 5))
+    found = ours.finish(read_latents(kept[-1]), redone)
+    assert_same(found, ours(redone))
+    assert numpy.array_equal(found.frames[:8], whole.frames[:8])
+    assert not numpy.array_equal(found.frames[9:], whole.frames[9:])
+    with pytest.raises(RequestError, match="segment_seeds: expected at most 3, one for each segment"):
+        ours.resolve(dataclasses.replace(asked, segment_seeds=(1, 2, 3, 4)))
