@@ -68,8 +68,7 @@ class RequestRules:
             check_chunks(settings)
         values = chunk_values(settings)
         check_guidance(settings.guidance, self.num_blocks)
-        if settings.guidance.skip is not None:
-            values |= {"guidance_mode": settings.guidance.mode}
+        values |= settings.guidance.values
         # Building the samplers raises for what they cannot do.
         sampler = settings.build_sampler()
         if self.sampling.is_causal:
@@ -125,7 +124,7 @@ class RequestRules:
             *self._lora_remarks(settings),
             *self.step_caches.remarks(settings, has_loras=bool(self.loras)),
             *self._images.remarks(settings),
-            *unused_values(settings, self.defaults),
+            *unused_values(settings, self.defaults, self.model_fields),
             *self._open_values(request),
             *self.preset_rules.remarks(settings),
             *settings.segments.remarks,
@@ -159,6 +158,10 @@ class RequestRules:
     def is_guided(self, request: GenerationRequest) -> bool:
         """Return whether a resolved request runs two branches of guidance."""
         return self.settings(request).guidance.is_guided
+
+    def reads_negative(self, request: GenerationRequest) -> bool:
+        """Return whether a resolved request's negative prompt is encoded."""
+        return self.settings(request).guidance.reads_negative
 
     def batch_key(self, request: GenerationRequest) -> tuple[tuple[str, Any], ...]:
         """Return what the requests of one batch have in common: those whose keys are equal may be given to one
