@@ -92,4 +92,5 @@ class NormalizedGuidance:
 
 def _norm(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the L1 norm of each token, [batch, seq], of [batch, seq, heads, head_dim]."""
-    return torch.linalg.vector_norm(values, ord=1, dim=(2, 3), dtype=dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(values, ord=1, dim=(2, 3), dtype=dtype)
+    return norm

@@ -98,7 +98,7 @@ def _note(calls: dict[Any, list[Any]], layer: Any, named: Mapping[str, Any], *gi
     _, num_queries, num_heads, head_dim = q.shape
     # Of keys: with normalized attention guidance each query attends to two texts.
     batch = len(k)
-    keys = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
+    keys: float = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
     if layer.cached_keys and context is not None and context.cache is not None:
         keys = batch * context.cache.plan.num_keys
     elif layer.cached_keys and context is not None and context.prefix is not None:

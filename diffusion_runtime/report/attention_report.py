@@ -369,8 +369,8 @@ class AttentionRecorder:
         if self._density is not None:
             self._density.add(layer, step, kept)
         if self._tape is not None:
-            named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
-            named |= {"keys": keys, "kind": kind, "is_guided": is_guided}
+            named: dict[str, Any] = {"backend": backend, "implementation": implementation, "source": source}
+            named |= {"reason": reason, "keys": keys, "kind": kind, "is_guided": is_guided}
             self._tape.calls.append((layer, named))
             return
         key = (layer.role, backend, implementation, source, reason, step.phase, keys, kind, is_guided)

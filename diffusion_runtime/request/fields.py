@@ -16,7 +16,8 @@ from diffusion_runtime.request.given_images import as_image_paths, as_media_path
 SIZE = "Size and steps"
 
 # What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; that or
-# guidance within attention, which read the negative prompt; the latter alone; any guidance; guidance of some chunks alone; a video, not an image; noise levels that are still to be shifted.
+# guidance within attention, which read the negative prompt; the latter alone; any guidance; guidance of some chunks
+# alone; a video, not an image; noise levels that are still to be shifted.
 GUIDANCE = "guidance"
 NEGATIVE_TEXT = "negative text"
 ATTENTION_GUIDANCE = "attention guidance"
@@ -369,8 +370,8 @@ class RequestField:
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
     do; {product} stands for images or videos, {value} for what was asked. None for a field of every model. off: the
     value of such a field that asks for nothing, which every model takes.
-    used_with: GUIDANCE, NEGATIVE_TEXT, ATTENTION_GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a field that counts only then; a
-    generation without it says that it was not used.
+    used_with: GUIDANCE, NEGATIVE_TEXT, ATTENTION_GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a
+    field that counts only then; a generation without it says that it was not used.
     """
 
     help: str
