@@ -83,8 +83,6 @@ class LatentDenoiser:
         Raises DiffusionRuntimeError when they are not finite.
         """
         settings, stages = self.settings, stages_of(self.settings, self.upsampler)
-        if settings.guidance.note is not None:
-            self.recorder.note(settings.guidance.note)
         noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
         for _ in range(num_drawn):
             noise.draw()
@@ -195,9 +193,11 @@ class LatentDenoiser:
         )
 
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
-        """Return the guidance of these settings around a prediction that reads `step.branch`. inputs: of the
-        conditional branch; wrappers: see with_guidance."""
+        """Return the guidance of these settings around a prediction that reads `step.branch`, which the report names.
+        inputs: of the conditional branch; wrappers: see with_guidance."""
         guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
+        if guidance.note is not None:
+            self.recorder.note(guidance.note)
         given = RequestGuidance(guidance.cfg_scale_at, guidance.mode, branches, wrappers, guidance.skip)
         return self.transformer.guided(predict, given, inputs)
 

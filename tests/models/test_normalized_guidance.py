@@ -11,12 +11,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from recorded_capture import RecordedCapture
 from tiny_families import WRITERS, given_to, small_request
 from tiny_ltx2 import write_tiny_ltx2
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
+from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.loading import inspect_pipeline
 
@@ -149,3 +151,18 @@ def test_it_goes_with_guidance_by_a_second_branch(tiny_folder_of: FolderOf) -> N
         [(True, 4)],
         [(False, 4)],
     ]
+
+
+def test_graphs_of_guided_passes_are_of_their_scale(tiny_folder_of: FolderOf) -> None:
+    """Replayed passes equal eager ones, also after requests without guidance and with another scale."""
+    pipeline = loaded(tiny_folder_of("flux1"))
+    found: list[torch.Tensor] = []
+    pipeline.hooks = dataclasses.replace(pipeline.hooks, on_latents=found.append)
+    plain = dataclasses.replace(request_of(pipeline), num_inference_steps=5, negative_prompt=NEGATIVE)
+    requests = [plain, *(dataclasses.replace(plain, nag_scale=scale) for scale in (5.0, 9.0))]
+    eager = [pipeline(request).attention_report for request in requests]
+    pipeline.parts = dataclasses.replace(pipeline.parts, graphs=ForwardGraphs(RecordedCapture()))
+    replayed = [pipeline(request).attention_report for request in requests]
+    assert all(map(torch.equal, found[:3], found[3:]))
+    assert [report.graphs is not None and report.graphs.num_replayed for report in replayed] == [2, 2, 2]
+    assert [report.rows for report in replayed] == [report.rows for report in eager]
