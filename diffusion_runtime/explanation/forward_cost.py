@@ -109,7 +109,7 @@ def _note(calls: dict[Any, list[Any]], layer: Any, named: Mapping[str, Any], *gi
     mask = named.get("mask")
     call = KnownCall(
         q.dtype,
-        tuple(q.shape),
+        (batch, *q.shape[1:]),
         tuple(k.shape),
         layout,
         None if mask is None else (tuple(mask.shape), mask.dtype),
