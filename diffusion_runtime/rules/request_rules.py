@@ -159,10 +159,6 @@ class RequestRules:
         """Return whether a resolved request runs two branches of guidance."""
         return self.settings(request).guidance.is_guided
 
-    def reads_negative(self, request: GenerationRequest) -> bool:
-        """Return whether a resolved request's negative prompt is encoded."""
-        return self.settings(request).guidance.reads_negative
-
     def batch_key(self, request: GenerationRequest) -> tuple[tuple[str, Any], ...]:
         """Return what the requests of one batch have in common: those whose keys are equal may be given to one
         `generate`.

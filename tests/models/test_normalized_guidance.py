@@ -101,7 +101,7 @@ def test_what_a_request_says_of_it(tiny_folder_of: FolderOf, tmp_path: Path) -> 
 
     found = asked(negative_prompt=NEGATIVE, nag_scale=5.0)
     assert (found.nag_tau, found.nag_alpha) == (2.5, 0.25)
-    assert rules.reads_negative(found)
+    assert rules.settings(found).guidance.reads_negative
     assert not rules.is_guided(found)
     assert rules.unused(found) == ()
     # Both branches in one pass would be a batch of three texts.
