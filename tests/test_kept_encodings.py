@@ -68,7 +68,7 @@ def test_a_text_without_pictures_is_kept_for_other_sizes_and_steps_in_an_offload
     for num_steps in (2, 3):
         recorder = AttentionRecorder()
         batch = [pipeline.resolve(dataclasses.replace(REQUEST, num_inference_steps=num_steps))]
-        encode_prompts(waiting, batch, recorder, pipeline.device, pipeline.dtype, kept, is_guided=True)
+        encode_prompts(waiting, batch, recorder, pipeline.device, pipeline.dtype, kept, reads_negative=True)
         libraries += [each.implementation for each in recorder.report().libraries]
     assert libraries == ["sdpa", KEPT]
 

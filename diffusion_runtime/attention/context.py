@@ -14,6 +14,7 @@ from diffusion_runtime.attention.cache.prefix import PrefixCache
 from diffusion_runtime.attention.cache.reference import ReferenceFrames
 from diffusion_runtime.attention.forward_plans import ForwardPlans
 from diffusion_runtime.attention.handles import HandleTable
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.core.block_stack import BlockRunner, MakeModulatedInput, RunBlock, Streams, without
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
@@ -153,7 +154,8 @@ class AttentionContext:
     values of earlier frames, for layers that are built with cached_keys; None where there are none. prefix: the same,
     of tokens that every forward pass attends to and none computes again, such as those of reference images. reference:
     the same, of a clip whose frames are seen by the frames of the same index alone, for ReferenceFrameAttention.
-    shapes_only: whether attention layers make outputs and allocate what a backend needs, and compute nothing: for a
+    guidance: of attention to text, in a pass that has the negative texts after the texts; None without. shapes_only:
+    whether attention layers make outputs and allocate what a backend needs, and compute nothing: for a
     pass on the meta device. handle: what operators in compiled graphs have of it (attention/opaque.py), None for one
     that is made while torch.compile traces.
     """
@@ -169,6 +171,7 @@ class AttentionContext:
     cache: FrameCache | None = None
     prefix: PrefixCache | None = None
     reference: ReferenceFrames | None = None
+    guidance: NormalizedGuidance | None = None
     shapes_only: bool = False
     handle: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 

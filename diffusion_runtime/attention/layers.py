@@ -152,12 +152,31 @@ class AttentionLayer(nn.Module, ABC):
             head_dim=self.head_dim,
             layer=self.layer,
         )
-        served = self.decisions.served(q, context, gate=gate, mask=mask, block_mask=block_mask)
         inputs = AttentionInputs(q, k, v, context.layout, gate, mask, self.first_head, self.num_heads_total, packed)
+        if context.guidance is None:
+            return self._attended(inputs, context, block_mask)
+
+        def attend(inputs: AttentionInputs, *, is_guided: bool) -> torch.Tensor:
+            return self._attended(inputs, context, block_mask, is_guided=is_guided)
+
+        group = self.policy.mesh.tensor
+        return context.guidance.around(attend, inputs, has_prefix=context.prefix is not None, group=group)
+
+    def _attended(
+        self,
+        inputs: AttentionInputs,
+        context: AttentionContext,
+        block_mask: BlockMask | None,
+        *,
+        is_guided: bool = False,
+    ) -> torch.Tensor:
+        """Attend by the backend that serves the call, over all processes that share the sequence, and count the call.
+        is_guided: whether it is of normalized attention guidance."""
+        served = self.decisions.served(inputs.q, context, gate=inputs.gate, mask=inputs.mask, block_mask=block_mask)
         if not served.shared:
             result = self._run(inputs, context, served, block_mask)
             kept_here = [Kept(result.plan, result.skip_counts)]
-            self._count(context, served, result.implementation, kept_here, result.keys)
+            self._count(context, served, result.implementation, kept_here, result.keys, is_guided=is_guided)
             if result.skip_counts is not None:
                 context.recorder.record_skipped(self.layer, result.skip_counts)
             return result.out
@@ -176,7 +195,7 @@ class AttentionLayer(nn.Module, ABC):
 
         out = served.exchange.attend(inputs, run)
         implementation, keys = names[0] if names else ("no tokens on this process", "")
-        self._count(context, served, implementation, kept, keys)
+        self._count(context, served, implementation, kept, keys, is_guided=is_guided)
         return out
 
     def write_keys(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext) -> None:
@@ -300,8 +319,10 @@ class AttentionLayer(nn.Module, ABC):
         sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         copies = torch.empty(num_copies, *q.shape, dtype=q.dtype, device=q.device)
         joined = () if context.prefix is None else context.prefix.joined(self.layer.index, k, v, 0, 0)
+        # Of guidance: queries and results of both texts, and what they are combined in.
+        pairs = () if context.guidance is None else context.guidance.allocated(q, k)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        del sums, copies, joined
+        del sums, copies, joined, pairs
         return out
 
     def _run(
@@ -355,6 +376,8 @@ class AttentionLayer(nn.Module, ABC):
         implementation: str,
         kept: Sequence[Kept],
         keys: str,
+        *,
+        is_guided: bool = False,
     ) -> None:
         """Record one call. kept: of its pairs, by the parts it was computed in; keys: as AttentionResult.keys."""
         decision = served.resolved.decision
@@ -367,6 +390,7 @@ class AttentionLayer(nn.Module, ABC):
             reason=decision.reason,
             kept=kept,
             keys=keys,
+            is_guided=is_guided,
         )
         for name, reason in decision.rejected:
             context.recorder.note(f"{self.layer.role}: {name} not used: {reason}")

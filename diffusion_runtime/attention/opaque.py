@@ -271,6 +271,8 @@ def refusal_of_recording(context: AttentionContext | None, block_mask: object = 
         return ""
     if context.cache is not None or context.prefix is not None or context.sharding.group.size > 1:
         reason = "a cache, a prefix or a sharding"
+    elif context.guidance is not None:
+        reason = "normalized attention guidance"
     elif not context.counts_nothing:
         reason = "a recorder"
     else:

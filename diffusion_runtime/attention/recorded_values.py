@@ -53,6 +53,7 @@ def operator_values(
     numbers += [step.index, step.num_steps, step.expert, step.chunk]
     if layout is not None:
         numbers += [*layout.grid, layout.num_prefix_tokens, layout.num_suffix_tokens, *layout.tile]
+        numbers.append(layout.num_given_tokens)
         lengths = layout.valid_lengths
         segments = layout.text_segments
         for several in (lengths, segments):
@@ -108,11 +109,19 @@ def call_values(text: str, numbers: Sequence[int], times: torch.Tensor) -> CallV
 def _layout(kind: str, numbers: Sequence[int]) -> TokenLayout | None:
     if not numbers:
         return None
-    frames, height, width, prefix, suffix, tile_frames, tile_height, tile_width, num_lengths, *rest = numbers
+    frames, height, width, prefix, suffix, tile_frames, tile_height, tile_width, num_given, num_lengths, *rest = numbers
     lengths = None if num_lengths == _NONE else tuple(rest[:num_lengths])
     num_segments, *rest = rest[max(0, num_lengths) :]
     segments = None if num_segments == _NONE else tuple(rest[:num_segments])
-    placed = (frames, height, width), prefix, suffix, lengths, (tile_frames, tile_height, tile_width), segments
+    placed = (
+        (frames, height, width),
+        prefix,
+        suffix,
+        lengths,
+        (tile_frames, tile_height, tile_width),
+        segments,
+        num_given,
+    )
     if kind != CachedLayout.__name__:
         return TokenLayout(*placed)
     num_query_frames, *key_frames = rest[max(0, num_segments) :]

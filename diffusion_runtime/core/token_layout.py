@@ -30,6 +30,8 @@ class TokenLayout:
         grid's end; raster order inside each.
     text_segments: lengths of the runs that the text consists of, in order, such as a sound and a prompt, where the
         model was trained with tiles of them (VSA-H3); None where text is in no tiles.
+    num_given_tokens: of the text after the grid, how many of its first tokens are no prompt's: of reference images, of
+        a sound, of filling.
 
     Raises ConfigError for negative counts, for lengths that do not fit and for tiles without tokens.
     """
@@ -40,12 +42,15 @@ class TokenLayout:
     valid_lengths: tuple[int, ...] | None = None
     tile: Extent = RASTER
     text_segments: tuple[int, ...] | None = None
+    num_given_tokens: int = 0
 
     def __post_init__(self) -> None:
         if len(self.grid) != 3 or min(*self.grid, self.num_prefix_tokens, self.num_suffix_tokens) < 0:
             raise ConfigError(f"TokenLayout: expected a grid (T, H, W) and token counts of 0 or more, got {self!r}")
         if len(self.tile) != 3 or min(self.tile) < 1:
             raise ConfigError(f"TokenLayout: expected a tile (T, H, W) of 1 token or more on each axis, got {self!r}")
+        if not 0 <= self.num_given_tokens <= self.num_suffix_tokens:
+            raise ConfigError(f"TokenLayout: num_given_tokens must lie in 0..{self.num_suffix_tokens}, got {self!r}")
         object.__setattr__(self, "grid", tuple(self.grid))
         object.__setattr__(self, "tile", tuple(self.tile))
         self._check_segments()
@@ -82,6 +87,10 @@ class TokenLayout:
     @property
     def num_text_tokens(self) -> int:
         return self.num_prefix_tokens + self.num_suffix_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_text_tokens - self.num_given_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -95,8 +95,10 @@ def _note(calls: dict[Any, list[Any]], layer: Any, named: Mapping[str, Any], *gi
     found = (*given, *named.values())
     context = next((each for each in found if isinstance(each, AttentionContext)), None)
     layout = None if context is None else context.layout
-    batch, num_queries, num_heads, head_dim = q.shape
-    keys = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
+    _, num_queries, num_heads, head_dim = q.shape
+    # Of keys: with normalized attention guidance each query attends to two texts.
+    batch = len(k)
+    keys: float = sum(_num_keys(layout, sample, k.shape[1]) for sample in range(batch))
     if layer.cached_keys and context is not None and context.cache is not None:
         keys = batch * context.cache.plan.num_keys
     elif layer.cached_keys and context is not None and context.prefix is not None:
@@ -107,7 +109,7 @@ def _note(calls: dict[Any, list[Any]], layer: Any, named: Mapping[str, Any], *gi
     mask = named.get("mask")
     call = KnownCall(
         q.dtype,
-        tuple(q.shape),
+        (batch, *q.shape[1:]),
         tuple(k.shape),
         layout,
         None if mask is None else (tuple(mask.shape), mask.dtype),

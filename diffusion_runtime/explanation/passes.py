@@ -77,6 +77,9 @@ def _groups_of_clip(
     further, is_joined = len(planned.further_branches), planned.is_guided and planned.is_batched
     num = ((1 if is_joined or not planned.is_guided else 2) + further) * count
     weight = num - count * further / 2 if is_joined else num
+    if planned.is_guided and planned.attention_guidance is not None and not prepared.transformer.text_is_keys:
+        # The unconditional pass has one text, and its tokens once.
+        weight -= count / 2
     has_control = isinstance(prepared.model.sampling.control, ImageControl)
     start, stop = 0, settings.shared.stop_after_step or settings.num_steps
     for stage in stages_of(settings):

@@ -74,9 +74,9 @@ class BatchRun:
         batch = self.batch
         requests = batch if prompt is None else [dataclasses.replace(each, prompt=prompt) for each in batch]
         recorder = self.recorder if recorder is None else recorder
-        encoder, is_guided = self.parts.text_encoder, self.settings.guidance.is_guided
+        encoder, reads = self.parts.text_encoder, self.settings.guidance.reads_negative
         kept = self.parts.encodings
-        return encode_prompts(encoder, requests, recorder, self.device, self.dtype, kept, is_guided=is_guided)
+        return encode_prompts(encoder, requests, recorder, self.device, self.dtype, kept, reads_negative=reads)
 
     def denoiser(self) -> LatentDenoiser:
         """Return the denoiser of this batch."""

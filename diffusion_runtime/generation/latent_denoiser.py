@@ -12,6 +12,7 @@ import torch
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlans
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.latent_geometry import ClipSize
@@ -103,8 +104,6 @@ class LatentDenoiser:
         Raises DiffusionRuntimeError when the latents are not finite.
         """
         settings, stages = self.settings, stages_of(self.settings, self.upsampler)
-        if settings.guidance.note is not None:
-            self.recorder.note(settings.guidance.note)
         noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
         for _ in range(num_drawn):
             noise.draw()
@@ -177,20 +176,31 @@ class LatentDenoiser:
 
     def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
         """Return the conditions of the transformer, by guidance branch."""
-        image = self._image_condition(size)
+        image, guidance = self._image_condition(size), self.settings.guidance
         prompt = text["cond"] if isinstance(self.settings.sampling.control, ImageControl) else None
         inputs = {
             branch: DenoiserInputs(
                 text=conditions,
                 size=size,
-                guidance=self.settings.guidance.embedded,
+                guidance=guidance.embedded,
                 image=None if image is None else image.repeat(len(conditions.lengths)),
                 request=self.settings.shared,
                 prompt=prompt,
             )
             for branch, conditions in text.items()
         }
-        return inputs | dict.fromkeys(self.settings.guidance.further_branches, inputs["cond"])
+        within = guidance.normalized(len(text["cond"].lengths))
+        if within is not None:
+            inputs["both"] = self._with_both_texts(inputs, within)
+        return inputs | dict.fromkeys(guidance.further_branches, inputs["cond"])
+
+    def _with_both_texts(self, inputs: Mapping[str, DenoiserInputs], guidance: NormalizedGuidance) -> DenoiserInputs:
+        """Return the inputs of a pass with guidance within attention. A pooled text does not meet in attention: it
+        stays the prompt's."""
+        both, pooled = inputs["both"], inputs["cond"].text.pooled
+        text = both.text if pooled is None else dataclasses.replace(both.text, pooled=torch.cat([pooled, pooled]))
+        image = inputs["cond" if self.transformer.text_is_keys else "both"].image
+        return dataclasses.replace(both, text=text, image=image, attention_guidance=guidance)
 
     def _image_condition(self, size: ClipSize) -> ImageCondition | None:
         shared = self.settings.shared
@@ -226,9 +236,11 @@ class LatentDenoiser:
         )
 
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
-        """Return the guidance of these settings around a prediction that reads `step.branch`. inputs: of the
-        conditional branch; wrappers: see with_guidance."""
+        """Return the guidance of these settings around a prediction that reads `step.branch`, which the report names.
+        inputs: of the conditional branch; wrappers: see with_guidance."""
         guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
+        if guidance.note is not None:
+            self.recorder.note(guidance.note)
         given = RequestGuidance(guidance.cfg_scale_at, guidance.mode, branches, wrappers, guidance.skip)
         return self.transformer.guided(predict, given, inputs)
 
@@ -260,14 +272,21 @@ class LatentDenoiser:
         """Return the transformer as a function of latents and step. inputs: by guidance branch, read at every pass;
         context: of the pass that runs now."""
 
+        within, num_copies = self.settings.guidance.is_within_attention, 1 if self.transformer.text_is_keys else 2
+
         def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+            if not within or step.branch == "uncond":
+                return run(latents, step, inputs[step.branch])
+            return run(torch.cat([latents] * num_copies), step, inputs["both"])[: len(latents)]
+
+        def run(latents: torch.Tensor, step: StepInfo, given: DenoiserInputs) -> torch.Tensor:
             assert step.timestep is not None
             timestep = torch.full(latents.shape[:1], step.timestep, dtype=torch.float32, device=latents.device)
             if step.frame_timesteps is not None:
                 of_frames = torch.tensor(step.frame_timesteps, dtype=torch.float32)
                 timestep = of_frames.repeat(len(latents), 1).to(latents.device)
-            of_pass = dataclasses.replace(context(), step=step)
-            return forward(ForwardPass(latents.to(self.dtype), timestep, inputs[step.branch], of_pass))
+            of_pass = dataclasses.replace(context(), step=step, guidance=given.attention_guidance)
+            return forward(ForwardPass(latents.to(self.dtype), timestep, given, of_pass))
 
         return predict
 

@@ -38,15 +38,15 @@ def inputs_key(request: GenerationRequest) -> str:
     return json.dumps([values, input_digests(request)], sort_keys=True)
 
 
-def texts_of(batch: Sequence[GenerationRequest], *, is_guided: bool) -> list[str]:
+def texts_of(batch: Sequence[GenerationRequest], *, reads_negative: bool) -> list[str]:
     """Return every distinct text of a batch once, prompts first, as one encoder gets them."""
-    positive, negative = _prompts_of(batch, is_guided=is_guided)
+    positive, negative = _prompts_of(batch, reads_negative=reads_negative)
     return list(dict.fromkeys(positive + negative))
 
 
-def _prompts_of(batch: Sequence[GenerationRequest], *, is_guided: bool) -> tuple[list[str], list[str]]:
-    """Prompts and negative prompts, in the order of the requests; none of these without guidance."""
-    negative = [request.negative_prompt or "" for request in batch] if is_guided else []
+def _prompts_of(batch: Sequence[GenerationRequest], *, reads_negative: bool) -> tuple[list[str], list[str]]:
+    """Prompts and negative prompts, in the order of the requests; none of these where they are not read."""
+    negative = [request.negative_prompt or "" for request in batch] if reads_negative else []
     return [request.prompt for request in batch], negative
 
 
@@ -58,15 +58,15 @@ def encode_prompts(
     dtype: torch.dtype,
     kept: KeptResults,
     *,
-    is_guided: bool,
+    reads_negative: bool,
 ) -> EncodedPrompts:
     """Encode every distinct text of the batch once, in one call; negative prompts in another where they are about other
     pictures. Texts that an earlier batch encoded together are not encoded again.
 
     batch: resolved requests, whose images are the same. device, dtype: of the conditions. kept: encodings of earlier
-    batches. is_guided: whether negative prompts are encoded as well.
+    batches. reads_negative: whether negative prompts are encoded as well.
     """
-    positive, negative = _prompts_of(batch, is_guided=is_guided)
+    positive, negative = _prompts_of(batch, reads_negative=reads_negative)
     chosen_by = text_encoder.chosen
     whole, text_encoder = text_encoder, text_encoder.of_request(batch[0])
     of_negative = text_encoder.of_negative() if negative else text_encoder

@@ -44,4 +44,5 @@ def layout_with_references(
         num_suffix_tokens=num_references + num_text_tokens,
         valid_lengths=tuple(num_references + length for length in lengths),
         tile=tile,
+        num_given_tokens=num_references,
     )

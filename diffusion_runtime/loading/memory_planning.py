@@ -294,6 +294,7 @@ def planned_batch(rules: RequestRules, batch: Sequence[GenerationRequest]) -> Pl
         settings.shared,
         settings.guidance.embedded,
         settings.guidance.further_branches,
+        settings.guidance.normalized(num_samples),
     )
 
 
@@ -311,6 +312,9 @@ def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int
     key-value cache)."""
     size, branches = planned.size, 1 + planned.is_guided
     passes = planned.num_samples * (branches if planned.is_batched else 1)
+    if planned.attention_guidance is not None:
+        # At most: of cross-attention the text alone is there twice.
+        branches, passes = branches + 1, 2 * planned.num_samples
     num_tokens = rules.sampling.geometry.num_tokens(size.height, size.width, size.num_frames)
     if rules.inputs.media is not None:
         num_tokens += rules.inputs.media.num_tokens(planned.request, size)

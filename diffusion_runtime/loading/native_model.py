@@ -264,7 +264,7 @@ class PreparedModel:
         about = encoder.of_request(first)
         if about is not encoder or encoder.of_negative() is not encoder:
             return []
-        return texts_of([first], is_guided=self.rules.is_guided(first))
+        return texts_of([first], reads_negative=self.rules.settings(first).guidance.reads_negative)
 
     def _transformer_bytes(self) -> int | None:
         """Return the bytes of the files that this process reads for its transformers; None where it reads a part of

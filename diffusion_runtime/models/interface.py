@@ -13,6 +13,7 @@ from torch import nn
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.attention.token_order import in_shared_order
 from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.token_layout import Extent
@@ -97,7 +98,7 @@ class DenoiserInputs:
     distilled from guidance takes as an input, None for others. image: the images or sound that the video starts from,
     if any. request: the values that the requests of the batch share, resolved; its prompt, negative prompt and seed are
     those of the first one. prompt: the conditional branch's text in every branch, in models whose ControlNet reads it
-    there.
+    there. attention_guidance: of a pass whose text is that of all samples, then their negative texts; None without.
     """
 
     text: Conditions
@@ -106,6 +107,7 @@ class DenoiserInputs:
     image: ImageCondition | None = None
     request: GenerationRequest = _PLAIN_REQUEST
     prompt: Conditions | None = None
+    attention_guidance: NormalizedGuidance | None = None
 
 
 class DiffusionTransformer(nn.Module, ABC):
@@ -114,6 +116,8 @@ class DiffusionTransformer(nn.Module, ABC):
     geometry: LatentGeometry
     # Whether it reads the timestep that a step leads to, and that for its modulation rows alone (rows_of_step).
     rows_take_next: bool = False
+    # Whether tokens attend to the text as keys and never otherwise: a pass may have more texts than samples.
+    text_is_keys: bool = False
 
     @abstractmethod
     def forward(

@@ -16,6 +16,7 @@ from torch import nn
 
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import read_index
 from diffusion_runtime.core.step_info import StepInfo
@@ -56,7 +57,8 @@ _NUM_TEXT_HELD = 12
 class PlannedRequest:
     """The facts of a request that decide about memory. num_samples: in one forward pass; is_guided: whether it has two
     branches, is_batched: whether both go through one forward pass. request: resolved. further_branches: of guidance in
-    addition, a forward pass each."""
+    addition, a forward pass each. attention_guidance: of every pass but the unconditional branch's, which then has two
+    texts for each sample; None without."""
 
     size: ClipSize
     num_samples: int
@@ -65,6 +67,26 @@ class PlannedRequest:
     request: GenerationRequest
     guidance: float | None = None
     further_branches: tuple[str, ...] = ()
+    attention_guidance: NormalizedGuidance | None = None
+
+    def sizes_of(self, branch: str, *, text_is_keys: bool) -> PassSizes:
+        """Return the sizes of a forward pass of a guidance branch. text_is_keys: as of DiffusionTransformer."""
+        if branch == "both":
+            return PassSizes(2 * self.num_samples, 2 * self.num_samples)
+        if self.attention_guidance is None or branch == "uncond":
+            return PassSizes(self.num_samples, self.num_samples)
+        num_texts = 2 * self.num_samples
+        return PassSizes(self.num_samples if text_is_keys else num_texts, num_texts, self.attention_guidance)
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """Sizes of a forward pass. num_samples, num_texts: of its latents and of its text. guidance: as of
+    AttentionContext."""
+
+    num_samples: int
+    num_texts: int
+    guidance: NormalizedGuidance | None = None
 
 
 def memory_demand(
@@ -144,15 +166,16 @@ def step_demand(
     ones keep for later steps, and the sampler's latents. num_others: further experts that keep as much."""
     first = ("cond",) if not planned.is_guided else ("both",) if planned.is_batched else ("cond", "uncond")
     branches = (*first, *planned.further_branches)
-    num_samples = {branch: planned.num_samples * (2 if branch == "both" else 1) for branch in branches}
+    sizes = {branch: planned.sizes_of(branch, text_is_keys=transformer.text_is_keys) for branch in branches}
     whole: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     sample = whole
     if model.sampling.is_causal:
         # A pass has a part of the frames; those that are done are held meanwhile.
         longest = longest_pass(planned.request, chunks_of(planned.request, whole[1]))
         sample = (whole[0], longest, *whole[2:])
-    latents = torch.empty(max(num_samples.values()), *sample, dtype=dtype, device=_META)
-    inputs = {branch: _inputs(model, shapes, dtype, planned, count) for branch, count in num_samples.items()}
+    most = max(each.num_samples for each in sizes.values())
+    latents = torch.empty(most, *sample, dtype=dtype, device=_META)
+    inputs = {branch: _inputs(model, shapes, dtype, planned, each) for branch, each in sizes.items()}
     timestep = torch.empty(len(latents), device=_META)
     steps = [StepInfo(timestep=float(each), next_timestep=0.0) for each in range(_num_steps(planned))]
     rows = 0
@@ -161,9 +184,9 @@ def step_demand(
         nonlocal rows
         state = RequestCache()
         plan_steps(state, steps)
-        for branch, count in num_samples.items():
-            now = dataclasses.replace(steps[0], branch=branch)
-            context = AttentionContext(step=now, state=state, shapes_only=True)
+        for branch, each in sizes.items():
+            now, count = dataclasses.replace(steps[0], branch=branch), each.num_samples
+            context = AttentionContext(step=now, state=state, guidance=each.guidance, shapes_only=True)
             transformer(latents[:count], timestep[:count], inputs[branch], context)
         rows = table_bytes(state)
         return state
@@ -206,16 +229,17 @@ def forward_on_meta(
     is_commit = cache is not None and cache.plan.phase == "commit"
     step = dataclasses.replace(_LAST_STEP, phase="commit") if is_commit else _LAST_STEP
     shapes, state = model.family.text.shapes(model.folder, model.config), RequestCache()
-    num_samples = planned.num_samples * (2 if planned.is_guided and planned.is_batched else 1)
+    branch = "both" if planned.is_guided and planned.is_batched else "cond"
+    sizes = planned.sizes_of(branch, text_is_keys=transformer.text_is_keys)
     sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
     if cache is not None:
         sample = (sample[0], cache.plan.num_frames, *sample[2:])
-    latents = torch.empty(num_samples, *sample, dtype=dtype, device=_META)
-    timestep = torch.empty(num_samples, device=_META)
-    inputs = _inputs(model, shapes, dtype, planned, num_samples)
+    latents = torch.empty(sizes.num_samples, *sample, dtype=dtype, device=_META)
+    timestep = torch.empty(sizes.num_samples, device=_META)
+    inputs = _inputs(model, shapes, dtype, planned, sizes)
 
     def run() -> None:
-        context = AttentionContext(step=step, state=state, cache=cache, shapes_only=True)
+        context = AttentionContext(step=step, state=state, cache=cache, guidance=sizes.guidance, shapes_only=True)
         with torch.no_grad():
             transformer(latents, timestep, inputs, context)
 
@@ -223,19 +247,23 @@ def forward_on_meta(
 
 
 def _inputs(
-    model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, planned: PlannedRequest, num_samples: int
+    model: Model[Any, Any], shapes: TextShapes, dtype: torch.dtype, planned: PlannedRequest, sizes: PassSizes
 ) -> DenoiserInputs:
-    def empty(*sizes: int) -> torch.Tensor:
-        return torch.empty(num_samples, *sizes, dtype=dtype, device=_META)
+    def empty(*shape: int, count: int = sizes.num_samples) -> torch.Tensor:
+        return torch.empty(count, *shape, dtype=dtype, device=_META)
+
+    def of_text(*shape: int) -> torch.Tensor:
+        return empty(*shape, count=sizes.num_texts)
 
     (first, *others), more = shapes.streams, shapes.tokens_per_image * _num_references(model, planned)
     references = _references(model, planned)
     more += sum(each.num_text_tokens for each in references)
-    streams = [TextStream(empty(*shape), (shape[0],) * num_samples) for shape in ((first[0] + more, first[1]), *others)]
+    shaped = ((first[0] + more, first[1]), *others)
+    streams = [TextStream(of_text(*shape), (shape[0],) * sizes.num_texts) for shape in shaped]
     text = Conditions.of(
         streams[0].embeddings,
         streams[0].lengths,
-        pooled=None if shapes.pooled_dim is None else empty(shapes.pooled_dim),
+        pooled=None if shapes.pooled_dim is None else of_text(shapes.pooled_dim),
         further=streams[1:],
         picture_places=(0,) * _num_references(model, planned),
     )

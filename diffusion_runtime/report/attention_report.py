@@ -26,6 +26,7 @@ class ReportRow:
     prefix that is computed once. Commits are no steps. None elsewhere.
     keys: of a cache in pages or in 8 bits, whether its keys were read `in place`, or `gathered` or `read back` into one
     tensor before; None elsewhere.
+    is_guided: whether the calls were to a text and to a negative text, combined by normalized attention guidance.
     kind: `softmax`, or `linear` for attention whose state does not grow with the keys: a property of the architecture,
     never a choice.
     """
@@ -41,16 +42,18 @@ class ReportRow:
     phase: str | None = None
     keys: str | None = None
     kind: str = "softmax"
+    is_guided: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plain values, without phase or keys if there are none, or a kind if it is the usual one."""
-        usual = {"phase": None, "keys": None, "kind": "softmax"}
+        """Return the plain values, without phase, keys or guidance if there are none, or a kind if it is the usual
+        one."""
+        usual = {"phase": None, "keys": None, "kind": "softmax", "is_guided": False}
         return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def __str__(self) -> str:
         when = "commits" if self.phase == "commit" else f"steps {self.steps}"
         keys = "" if self.keys is None else f"cached keys {self.keys}, "
-        role = self.role + ", linear" * (self.kind == "linear")
+        role = self.role + ", linear" * (self.kind == "linear") + ", guided" * self.is_guided
         return (
             f"{role}: {self.backend} ({self.implementation}) x {self.count}, layers {self.layers}, {when}, {keys}"
             f"from {self.source}: {self.reason}"
@@ -302,7 +305,7 @@ class AttentionRecorder:
     def __init__(self, *, counts_density: bool = False) -> None:
         self._density = DensityCounter() if counts_density else None
         self._steps: dict[tuple[str, int], _StepTally] = {}
-        self._tallies: dict[tuple[str, str, str, str, str, str, str, str], _Tally] = {}
+        self._tallies: dict[tuple[str, str, str, str, str, str, str, str, bool], _Tally] = {}
         self._has_phases = False
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
@@ -359,17 +362,18 @@ class AttentionRecorder:
         kept: Sequence[Kept] = (Kept(),),
         keys: str = "",
         kind: str = "softmax",
+        is_guided: bool = False,
     ) -> None:
         """Count one call. kept: of its pairs, by the parts of its heads in which it was computed; every pair unless
-        given. keys, kind: as ReportRow, empty for no keys."""
+        given. keys, kind, is_guided: as ReportRow, empty for no keys."""
         if self._density is not None:
             self._density.add(layer, step, kept)
         if self._tape is not None:
-            named = {"backend": backend, "implementation": implementation, "source": source, "reason": reason}
-            named |= {"keys": keys, "kind": kind}
+            named: dict[str, Any] = {"backend": backend, "implementation": implementation, "source": source}
+            named |= {"reason": reason, "keys": keys, "kind": kind, "is_guided": is_guided}
             self._tape.calls.append((layer, named))
             return
-        key = (layer.role, backend, implementation, source, reason, step.phase, keys, kind)
+        key = (layer.role, backend, implementation, source, reason, step.phase, keys, kind, is_guided)
         tally = self._tallies.get(key)
         if tally is None:
             tally = self._tallies[key] = _Tally()
@@ -467,8 +471,11 @@ class AttentionRecorder:
                 phase if self._has_phases else None,
                 keys or None,
                 kind,
+                is_guided,
             )
-            for (role, backend, implementation, source, reason, phase, keys, kind), tally in self._tallies.items()
+            for (role, backend, implementation, source, reason, phase, keys, kind, is_guided), tally in (
+                self._tallies.items()
+            )
         ]
         steps = [
             StepRow(

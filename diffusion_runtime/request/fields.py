@@ -15,9 +15,12 @@ from diffusion_runtime.request.given_images import as_image_paths, as_media_path
 # A panel of `generate --help`; the others are those of runtime options.
 SIZE = "Size and steps"
 
-# What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; any
-# guidance; guidance of some chunks alone; a video, not an image; noise levels that are still to be shifted.
+# What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; that or
+# guidance within attention, which read the negative prompt; the latter alone; any guidance; guidance of some chunks
+# alone; a video, not an image; noise levels that are still to be shifted.
 GUIDANCE = "guidance"
+NEGATIVE_TEXT = "negative text"
+ATTENTION_GUIDANCE = "attention guidance"
 ANY_GUIDANCE = "any guidance"
 GUIDED_CHUNKS = "guided chunks"
 IMAGES = "images"
@@ -37,6 +40,7 @@ NO_UPSAMPLER = "a second stage needs an upsampler, a folder by --upsampler-path;
 NO_SPATIO_TEMPORAL = "this model takes no spatio-temporal guidance, as LTX-2.3 does; leave it out"
 NO_SOUND = "this model does not make pictures and sound together; leave it out"
 NO_PREDICTED_LENGTH = "this model chooses no length for a prompt, as LTX-2.5 does; leave it out"
+NO_PROMPT = "this model reads no prompt, so that its attention has none to be guided by; leave it out"
 NO_CONTROLNET = "this model has no ControlNet; leave it out"
 NO_SEGMENTS = "this model makes a video at once, not in segments; leave it out"
 NO_RESTORATION = "this model restores no video, as `diffusion-runtime upscale` does with SeedVR2; leave it out"
@@ -389,8 +393,8 @@ class RequestField:
     refusal: for a field that only some models use (RequestRules.model_fields): why another model refuses it and what to
     do; {product} stands for images or videos, {value} for what was asked. None for a field of every model. off: the
     value of such a field that asks for nothing, which every model takes.
-    used_with: GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a field that counts only then; a
-    generation without it says that it was not used.
+    used_with: GUIDANCE, NEGATIVE_TEXT, ATTENTION_GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, VIDEO or SHIFT for a
+    field that counts only then; a generation without it says that it was not used.
     """
 
     help: str

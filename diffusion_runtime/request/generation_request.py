@@ -14,11 +14,14 @@ from diffusion_runtime.core.runtime_options import WHAT
 from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.request.fields import (
     ANY_GUIDANCE,
+    ATTENTION_GUIDANCE,
     GUIDANCE,
     GUIDED_CHUNKS,
     IMAGES,
+    NEGATIVE_TEXT,
     NO_CONTROLNET,
     NO_PREDICTED_LENGTH,
+    NO_PROMPT,
     NO_RESTORATION,
     NO_SEGMENTS,
     NO_SOUND,
@@ -74,6 +77,7 @@ COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 _prompt_field = partial(request_field, panel=WHAT, differs_in_batch=True, repeatable=True)
 _same_field = partial(request_field, pipeline_parameters=OWN_NAME)
 _rescale_field = partial(_same_field, used_with=ANY_GUIDANCE, off=0.0)
+_nag_field = partial(request_field, refusal=NO_PROMPT)
 _stg_field = partial(_same_field, refusal=NO_SPATIO_TEMPORAL, off=0.0)
 _sound_field = partial(_same_field, refusal=NO_SOUND, off=1.0)
 _second_stage_field = partial(request_field, refusal=NO_UPSAMPLER, off=0.0)
@@ -104,7 +108,7 @@ class GenerationRequest:
         "What to steer away from: once for all prompts, or once per prompt.",
         Text(),
         pipeline_parameters=OWN_NAME,
-        used_with=GUIDANCE,
+        used_with=NEGATIVE_TEXT,
         is_filled=True,
     )
     # Pixels; the model says which multiples it needs.
@@ -167,6 +171,25 @@ class GenerationRequest:
         "Share of the guided velocity, 0 to 1, that is rescaled against overexposure.",
         Number(maximum=1.0),
         refusal="this model's guidance is not rescaled; leave it out",
+    )
+    # Normalized attention guidance, away from the negative prompt within attention (attention/normalized_guidance.py),
+    # with guidance by a second branch or without; None and 1 are none.
+    nag_scale: float | None = _nag_field(
+        "Guidance away from the negative prompt within attention (NAG), for models without guidance too; 1 is none.",
+        Number(minimum=1.0),
+        off=1.0,
+    )
+    # How much longer than without a token's result may become; None is 2.5. The share of the guided result; None is
+    # 0.25.
+    nag_tau: float | None = _nag_field(
+        "How much longer --nag-scale may make the attention of a token; left out, 2.5.",
+        Number(minimum=0.01),
+        used_with=ATTENTION_GUIDANCE,
+    )
+    nag_alpha: float | None = _nag_field(
+        "Share of the guided attention in the result, 0 to 1; left out, 0.25.",
+        Number(maximum=1.0),
+        used_with=ATTENTION_GUIDANCE,
     )
     # Spatio-temporal guidance, away from a prediction without self-attention in some blocks; None and 0 are none. The
     # blocks are counted from 0.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.core.step_info import PERTURBED, StepInfo
 from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
 from diffusion_runtime.denoising.skip_layers import SkipLayers
@@ -28,9 +30,34 @@ class Guidance:
 
     @property
     def mode(self) -> str:
-        """The value of guidance_mode; two passes where they do not run the same blocks."""
-        apart = self.skip is not None and self.skip.branch == "uncond"
-        return "two_pass" if apart else filled(self.shared.guidance_mode)
+        """The value of guidance_mode; two passes where they do not run the same blocks, or one of them has both texts
+        itself."""
+        is_apart = self.is_within_attention or (self.skip is not None and self.skip.branch == "uncond")
+        return "two_pass" if is_apart else filled(self.shared.guidance_mode)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Request values that follow from the kinds of guidance, spelled out."""
+        values: dict[str, Any] = {}
+        if self.skip is not None or (self.is_within_attention and self.is_guided):
+            values["guidance_mode"] = self.mode
+        found = self.normalized(1)
+        return values if found is None else values | {"nag_tau": found.tau, "nag_alpha": found.alpha}
+
+    @property
+    def is_within_attention(self) -> bool:
+        """True with normalized attention guidance."""
+        return (self.shared.nag_scale or 1.0) > 1
+
+    def normalized(self, num_samples: int) -> NormalizedGuidance | None:
+        """Return the guidance within attention of every pass but those of the unconditional branch; None without.
+        num_samples: of a pass."""
+        if not self.is_within_attention:
+            return None
+        shared = self.shared
+        tau = _NAG_TAU if shared.nag_tau is None else shared.nag_tau
+        alpha = _NAG_ALPHA if shared.nag_alpha is None else shared.nag_alpha
+        return NormalizedGuidance(filled(shared.nag_scale), tau, alpha, num_samples)
 
     @property
     def embedded(self) -> float | None:
@@ -91,7 +118,18 @@ class Guidance:
 
     @property
     def note(self) -> str | None:
-        """The forward passes of each step, for the report; None for classifier-free guidance alone."""
+        """The guidance of each step, for the report; None for classifier-free guidance alone."""
+        found = self.normalized(1)
+        within = None
+        if found is not None:
+            within = (
+                f"normalized attention guidance away from the negative prompt: nag_scale {found.scale:g}, nag_tau "
+                f"{found.tau:g}, nag_alpha {found.alpha:g}"
+            )
+        return "; ".join(filter(None, (self._passes_note, within))) or None
+
+    @property
+    def _passes_note(self) -> str | None:
         if self.skip is not None:
             blocks, passes = ", ".join(map(str, self.skip.layers)), 1 + self.is_guided + len(self.further_branches)
             what = "the unconditional pass" if self.skip.branch == "uncond" else f"a pass of scale {self.skip.scale:g}"
@@ -105,6 +143,14 @@ class Guidance:
         terms = self.terms
         return max(self.cfg_scales) > 1 if terms is None else terms.is_guided
 
+    @property
+    def reads_negative(self) -> bool:
+        """True where negative prompts are encoded."""
+        return self.is_guided or self.is_within_attention
+
+
+# Of its authors, for transformers.
+_NAG_TAU, _NAG_ALPHA = 2.5, 0.25
 
 # Of skip-layer guidance, beside its blocks.
 _OF_SKIP = ("skip_layer_scale", "skip_layer_start", "skip_layer_stop")
@@ -118,6 +164,11 @@ def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
         raise RequestError(
             "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
             f"{guidance.scale:g}; leave it out"
+        )
+    if guidance.is_within_attention and not guidance.shared.negative_prompt:
+        raise RequestError(
+            "nag_scale: guides away from the negative prompt, and the request has none; give one (--negative-prompt "
+            "blurry), or leave out --nag-scale"
         )
     _check_skip(guidance, num_blocks)
     terms = guidance.terms

@@ -70,8 +70,7 @@ class RequestRules:
             check_chunks(settings)
         values = chunk_values(settings)
         check_guidance(settings.guidance, self.num_blocks)
-        if settings.guidance.skip is not None:
-            values |= {"guidance_mode": settings.guidance.mode}
+        values |= settings.guidance.values
         # Building the samplers raises for what they cannot do.
         sampler = settings.build_sampler()
         if self.sampling.is_causal:
@@ -128,7 +127,7 @@ class RequestRules:
             *self._lora_remarks(settings),
             *self.step_caches.remarks(settings, has_loras=bool(self.loras)),
             *self._images.remarks(settings),
-            *unused_values(settings, self.defaults),
+            *unused_values(settings, self.defaults, self.model_fields),
             *self._open_values(request),
             *self.preset_rules.remarks(settings),
             *settings.segments.remarks,

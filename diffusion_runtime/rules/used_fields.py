@@ -6,7 +6,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
+from diffusion_runtime.request.fields import (
+    ANY_GUIDANCE,
+    ATTENTION_GUIDANCE,
+    GUIDANCE,
+    GUIDED_CHUNKS,
+    IMAGES,
+    NEGATIVE_TEXT,
+    SHIFT,
+    VIDEO,
+)
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, UNSET
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.draft import Draft
@@ -22,9 +31,12 @@ def refuse_unused(draft: Draft, model_fields: Collection[str], product: str) -> 
             raise RequestError(f"{name}: {declared.refusal.format(product=product, value=shown(value))}")
 
 
-def unused_values(settings: BatchSettings, defaults: Mapping[str, Any]) -> list[str]:
-    """Return what a resolved request sets beside the model's defaults and its generation does not use, as sentences."""
-    request, reasons = settings.shared, _reasons(settings)
+def unused_values(
+    settings: BatchSettings, defaults: Mapping[str, Any], model_fields: Collection[str] = ()
+) -> list[str]:
+    """Return what a resolved request sets beside the model's defaults and its generation does not use, as sentences.
+    model_fields: see refuse_unused."""
+    request, reasons = settings.shared, _reasons(settings, model_fields)
     computed = shift_of_size(request, settings.sampling)
     remarks = []
     for name, declared in REQUEST_FIELDS.items():
@@ -36,7 +48,7 @@ def unused_values(settings: BatchSettings, defaults: Mapping[str, Any]) -> list[
     return remarks
 
 
-def _reasons(settings: BatchSettings) -> dict[str | None, str]:
+def _reasons(settings: BatchSettings, model_fields: Collection[str]) -> dict[str | None, str]:
     """Return why fields of a kind (RequestField.used_with) are not used, by the kind."""
     request, reasons = settings.shared, dict[str | None, str]()
     if not settings.guidance.is_guided:
@@ -44,8 +56,13 @@ def _reasons(settings: BatchSettings) -> dict[str | None, str]:
         if settings.guidance.terms is None:
             reasons[ANY_GUIDANCE] = reasons[GUIDANCE]
         reasons[GUIDED_CHUNKS] = reasons[GUIDANCE]
+        if not settings.guidance.reads_negative:
+            way = "; --nag-scale 5 would use it, within attention" if "nag_scale" in model_fields else ""
+            reasons[NEGATIVE_TEXT] = reasons[GUIDANCE] + way
     elif request.guided_chunks is None:
         reasons[GUIDED_CHUNKS] = "every chunk is guided; give guided_chunks (--guided-chunks 1)"
+    if settings.guidance.normalized(settings.num_requests) is None:
+        reasons[ATTENTION_GUIDANCE] = "there is no normalized attention guidance (--nag-scale 5)"
     if settings.sampling.geometry.temporal_factor == 1:
         reasons[VIDEO] = "this model makes images"
     if request.image_path is None and request.last_image_path is None and not request.frame_conditions:

@@ -57,7 +57,7 @@ ATTENTION_ROWS = [
     {"opaque", "opaque_plan", "fixed_state"},
     {"recorded_values"},
     {"context", "roles", "schedule"},
-    {"handles", "forward_plans"},
+    {"handles", "forward_plans", "normalized_guidance"},
     {"cache"},
 ]
 ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from forked_ranks import fork_ranks
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry, LatentGeometry
 from diffusion_runtime.models.anima import conditioner as anima_roles
@@ -248,10 +249,16 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
 # What a transformer does with its tokens is the same in a ring: text beside the grid, images to edit, a control.
 IN_A_RING = ("flux1", "z_image", "flux3 to edit", "qwen_image to edit", "wan_vace", "wan_animate_2", "minimax_h3")
 CASES = {**{name: (build, ()) for name, build in BUILDERS.items()}, **IMAGES}
+# Away from the second text within attention, whose tokens are as long as tau allows on some and not on others.
+GUIDANCE = NormalizedGuidance(scale=4.0, tau=1.5, alpha=0.5, num_samples=1)
+GUIDED = ("flux1 to edit", "z_image", "qwen_image_21", "wan_vace")
 
 
 def forward(
-    build: Callable[[AttentionPolicy], DiffusionTransformer], mesh: ProcessMesh, images: Sequence[tuple[int, ...]] = ()
+    build: Callable[[AttentionPolicy], DiffusionTransformer],
+    mesh: ProcessMesh,
+    images: Sequence[tuple[int, ...]] = (),
+    guidance: NormalizedGuidance | None = None,
 ) -> torch.Tensor:
     torch.manual_seed(0)
     model = build(AttentionPolicy(environment=None, mesh=mesh)).requires_grad_(False).eval()
@@ -266,11 +273,13 @@ def forward(
     conditions = Conditions.of(text, LENGTHS, pooled=pooled, further=further)
     parts = [torch.randn(*LATENTS[:3], *size, generator=generator) for size in images]
     image = ImageCondition(parts[0], further=tuple(parts[1:])) if parts else None
+    if guidance is not None and model.text_is_keys:
+        latents, image = latents[:1], None if image is None else ImageCondition(image.latents[:1])
     inputs = DenoiserInputs(conditions, SIZE, guidance=3.5, image=image)
-    context = AttentionContext()
+    context = AttentionContext(guidance=guidance)
     if mesh.sequence.size > 1:
         context = dataclasses.replace(context, sharding=mesh.sharding)
-    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), inputs, context)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0])[: len(latents)], inputs, context)
     return out
 
 
@@ -313,6 +322,11 @@ def work(rank: int, folder: Path, alone: dict[str, torch.Tensor]) -> None:
                 continue
             together, expected = forward(build, mesh, images), alone[name]
             measured[f"{name}, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
+        for name in GUIDED if kind == "ulysses" else GUIDED[:1]:
+            together, expected = forward(CASES[name][0], mesh, CASES[name][1], GUIDANCE), alone[f"{name}, guided"]
+            measured[f"{name}, guided, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
+            unguided = float((alone[name][: len(expected)] - expected).abs().max() / expected.abs().max())
+            measured[f"{name}, guided, of not"] = unguided
         together, expected = animate(mesh), alone["wan_animate_2"]
         measured[f"wan_animate_2, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
         together, expected = forward_with_references(mesh), alone["minimax_h3"]
@@ -329,6 +343,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     alone = {name: forward(build, ProcessMesh(), images) for name, (build, images) in CASES.items()}
+    alone |= {f"{name}, guided": forward(CASES[name][0], ProcessMesh(), CASES[name][1], GUIDANCE) for name in GUIDED}
     alone |= {"wan_animate_2": animate(ProcessMesh()), "fasth3": fasth3(ProcessMesh())}
     alone["minimax_h3"] = forward_with_references(ProcessMesh())
     return fork_ranks(lambda rank: work(rank, folder, alone), WORLD)

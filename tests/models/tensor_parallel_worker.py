@@ -26,6 +26,7 @@ from fp8_files import comfy_mixed
 from safetensors.torch import save_file
 
 from diffusion_runtime.attention import AttentionConfig, AttentionContext, AttentionPolicy, StepInfo
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.layers import weight_share
@@ -169,10 +170,14 @@ class Case:
         assert has_8_bits == (self.quantization != "none" or self.name.endswith("in the file"))
         return transformer
 
-    def forward(self, mesh: ProcessMesh, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    def forward(
+        self, mesh: ProcessMesh, dtype: torch.dtype = DTYPE, guidance: NormalizedGuidance | None = None
+    ) -> torch.Tensor:
+        """guidance: within attention, where the model's text is part of the sequence, away from the second text."""
         steps = [StepInfo(timestep=float(self.given[1].flatten()[0]) + later, next_timestep=0.0) for later in (0, 1)]
         with torch.inference_mode():
             transformer, context = self.load(mesh, dtype), AttentionContext(sharding=mesh.sharding, step=steps[0])
+            context = dataclasses.replace(context, guidance=guidance)
             plan_steps(context.state, steps)
             out: torch.Tensor = transformer(*_moved(self.given, _device(), dtype), context)
         return out.float()
@@ -257,6 +262,12 @@ def _write_lora(model: Model[Any, Any], path: Path, shapes: Shapes) -> Lora:
     return bind(read_lora_file(str(path)), LoraConfig(str(path), 0.7), model.lora_target(lora_names_of_families))
 
 
+def _guided(cases: Sequence[Case], mesh: ProcessMesh) -> torch.Tensor:
+    """A forward pass of FLUX.1 guided within attention, by norms over the heads of all processes."""
+    (joint,) = (case for case in cases if case.name == "flux.1-dev")
+    return joint.forward(mesh, guidance=NormalizedGuidance(scale=4.0, tau=1.1, alpha=0.5, num_samples=1))
+
+
 def work(rank: int, folder: Path, cases: Sequence[Case]) -> None:
     """Everything one process does on the CPU."""
     alone = ALONE
@@ -270,6 +281,7 @@ def work(rank: int, folder: Path, cases: Sequence[Case]) -> None:
             measured[f"{case.name}, {name}"] = relative(case.forward(meshes[name]), alone[case.name])
     whole, with_lora = cases[0], cases[1]
     measured |= {f"{case.name} against dense": relative(alone[case.name], alone[whole.name]) for case in cases[-4:]}
+    measured["guided"] = relative(_guided(cases, meshes["TP 2 x Ulysses 2"]), alone["guided"])
     measured |= _reading(whole, meshes["TP 2"])
     measured["LoRA switched"] = relative(_switched(with_lora, meshes["TP 2"]), alone[with_lora.name])
     measured["from an arena"] = relative(_from_arena(whole, meshes["TP 2 x Ulysses 2"]), alone[whole.name])
@@ -367,6 +379,7 @@ def main() -> int:
     if not IS_CUDA:
         # CUDA would not survive the fork.
         ALONE.update({case.name: case.forward(ProcessMesh()) for case in cases})
+        ALONE["guided"] = _guided(cases, ProcessMesh())
     return fork_ranks(lambda rank: (work_on_gpu if IS_CUDA else work)(rank, folder, cases), WORLD)
 
 

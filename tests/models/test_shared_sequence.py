@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from models.shared_sequence_worker import IN_A_RING
+from models.shared_sequence_worker import GUIDED, IN_A_RING
 from tables import table
 from warm_python import run_worker
 
@@ -45,6 +45,14 @@ def test_two_processes_with_a_prefix_cache_equal_one(measured: list[dict[str, fl
     """By heads: every process caches all of them and attends with its own."""
     for name in ("flux2 cached", "qwen_image_21"):
         assert max(of_process[f"{name}, ulysses"] for of_process in measured) < 1e-5
+
+
+def test_two_processes_guided_within_attention_equal_one(measured: list[dict[str, float]]) -> None:
+    """Every process holds both texts, and combines its own tokens."""
+    for name in GUIDED:
+        assert max(of_process[f"{name}, guided, ulysses"] for of_process in measured) < 1e-5, name
+        assert min(of_process[f"{name}, guided, of not"] for of_process in measured) > 1e-3, name
+    assert max(of_process[f"{GUIDED[0]}, guided, ring"] for of_process in measured) < 1e-5
 
 
 def test_two_processes_with_gates_of_text_and_sound_equal_one(measured: list[dict[str, float]]) -> None:

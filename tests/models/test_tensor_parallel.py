@@ -68,6 +68,10 @@ def test_a_lora_is_switched_and_weights_wait_elsewhere(measured: list[dict[str, 
     assert max(of_process[name] for of_process in measured) < 1e-5
 
 
+def test_guidance_within_attention_has_norms_over_the_heads_of_all(measured: list[dict[str, float]]) -> None:
+    assert max(of_process["guided"] for of_process in measured) < 1e-5
+
+
 def test_without_the_sum_the_result_is_another(measured: list[dict[str, float]]) -> None:
     assert min(of_process["broken: no sum"] for of_process in measured) > 0.1
 

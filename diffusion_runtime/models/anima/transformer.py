@@ -155,6 +155,8 @@ class AnimaBlock(ModulatedBlock):
 class AnimaTransformer(DiffusionTransformer):
     """The whole denoiser, with the text conditioner."""
 
+    text_is_keys = True
+
     def __init__(self, config: AnimaTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy) -> None:
         super().__init__()
         self.config = config

@@ -89,9 +89,13 @@ class Stream(nn.Module):
         """Return [B, 5, D], float32, as StreamInputs takes them. timestep: [B], in [0, 1000]."""
         return torch.cat([self.exchange(timestep)[0], self.exchange_gate(timestep * gate_factor)[0]], dim=1)
 
-    def text_rows(self, timestep: torch.Tensor) -> torch.Tensor | None:
-        """Return [B, 2, D], float32, as StreamInputs takes them."""
-        return None if self.text_time is None else self.text_time(timestep)[0]
+    def text_rows(self, timestep: torch.Tensor, num_texts: int) -> torch.Tensor | None:
+        """Return [B, 2, D] of B texts, float32, as StreamInputs takes them. timestep: of each sample, which may have
+        several texts."""
+        if self.text_time is None:
+            return None
+        rows: torch.Tensor = self.text_time(timestep)[0]
+        return rows if len(rows) == num_texts else rows.repeat(num_texts // len(rows), 1, 1)
 
     def embed_text(self, text: torch.Tensor) -> torch.Tensor:
         """Map [B, L, text_dim] to [B, L, D]."""
@@ -111,6 +115,7 @@ class LTX2Transformer(DiffusionTransformer):
     sums are still computed in float32."""
 
     geometry: LTX2Geometry
+    text_is_keys = True
 
     def __init__(self, config: LTX2Config, geometry: LTX2Geometry, policy: AttentionPolicy) -> None:
         super().__init__()
@@ -138,6 +143,7 @@ class LTX2Transformer(DiffusionTransformer):
             context = self.in_token_order(context, plan.grid, latents.device)
         # With a given sound, each stream reads the other at the other's time.
         sound_timestep, num_grid_tokens = plan.sound_timestep(timestep), math.prod(plan.grid)
+        num_texts = len(inputs.text.lengths)
         text, audio_text = self._text(inputs, context)
         text_context = context.with_layout(TokenLayout.text(max(1, *inputs.text.lengths), inputs.text.lengths))
         video, num_local = self._video_tokens(plan, context)
@@ -150,7 +156,7 @@ class LTX2Transformer(DiffusionTransformer):
         video_inputs = StreamInputs(
             time=video_time,
             exchange=self.video.exchange_rows(sound_timestep, self.config.gate_factor),
-            text=self.video.text_rows(timestep),
+            text=self.video.text_rows(timestep, num_texts),
             rotations=turns.video,
             shared_rotations=turns.video_shared,
             context=video_context,
@@ -165,7 +171,7 @@ class LTX2Transformer(DiffusionTransformer):
         audio_inputs = StreamInputs(
             time=audio_time,
             exchange=self.audio.exchange_rows(timestep, self.config.gate_factor),
-            text=self.audio.text_rows(sound_timestep),
+            text=self.audio.text_rows(sound_timestep, num_texts),
             rotations=turns.audio,
             shared_rotations=turns.audio_shared,
             context=audio_context,

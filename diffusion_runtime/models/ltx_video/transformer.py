@@ -99,6 +99,7 @@ class LTXVideoTransformer(DiffusionTransformer):
     sums are still computed in float32."""
 
     geometry: LTXVideoGeometry
+    text_is_keys = True
 
     def __init__(self, config: LTXVideoConfig, geometry: LTXVideoGeometry, policy: AttentionPolicy) -> None:
         super().__init__()

@@ -269,6 +269,7 @@ class MiniMaxH3Transformer(DiffusionTransformer):
             valid_lengths=tuple(num_before + length for length in inputs.text.lengths),
             tile=sharding.tile,
             text_segments=(num_given, audio.shape[1], text.shape[1]),
+            num_given_tokens=num_before,
         )
         joint = context.with_layout(layout)
         spans = _spans(own.shape[1], given, audio.shape[1], text.shape[1], inputs.text.picture_ranges)

@@ -23,6 +23,8 @@ COMPONENTS = ("transformer", "transformer_2")
 class WanExperts(DiffusionTransformer):
     """Two experts: 0 predicts at timesteps from `boundary` (in [0, 1000]) up, 1 below it. make: their class."""
 
+    text_is_keys = True
+
     def __init__(
         self,
         configs: tuple[WanTransformerConfig, WanTransformerConfig],

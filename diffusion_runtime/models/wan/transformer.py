@@ -209,6 +209,8 @@ class WanTransformer(DiffusionTransformer):
     """The whole denoiser. In a model of another dtype, the timestep embedding, the modulation, the layer norms and the
     gated sums are still computed in float32, as in training."""
 
+    text_is_keys = True
+
     def __init__(
         self, config: WanTransformerConfig, geometry: LatentGeometry, policy: AttentionPolicy, *, prefix: str = ""
     ) -> None:

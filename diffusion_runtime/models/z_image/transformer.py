@@ -165,7 +165,7 @@ class ZImageTransformer(DiffusionTransformer):
         picture, joint_rotations = cached_for_request(
             "rotations", (grid, lengths), context, lambda: self._rotations(grid, lengths, context)
         )
-        layout = TokenLayout(grid, num_suffix_tokens=num_filling, tile=sharding.tile)
+        layout = TokenLayout(grid, num_suffix_tokens=num_filling, tile=sharding.tile, num_given_tokens=num_filling)
         for block in self.grid_refiner:
             x = block(x, conditioning, picture, context.with_layout(layout))
         text = cached_for_prompt(
@@ -177,6 +177,7 @@ class ZImageTransformer(DiffusionTransformer):
             num_suffix_tokens=num_filling + text.shape[1],
             valid_lengths=tuple(num_filling + length for length in lengths),
             tile=sharding.tile,
+            num_given_tokens=num_filling,
         )
         joint = context.with_layout(layout)
         blocks = (overwriting(block, conditioning, joint_rotations, joint) for block in self.blocks)

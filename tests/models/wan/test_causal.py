@@ -617,7 +617,7 @@ def encoded(pipeline: Pipeline, prompt: str) -> Any:
     batch = [pipeline.resolve(dataclasses.replace(REQUEST, prompt=prompt))]
     kept = KeptResults(0)
     made = encode_prompts(
-        pipeline.text_encoder, batch, AttentionRecorder(), pipeline.device, pipeline.dtype, kept, is_guided=False
+        pipeline.text_encoder, batch, AttentionRecorder(), pipeline.device, pipeline.dtype, kept, reads_negative=False
     )
     return made.conditions["cond"]
 
