@@ -103,7 +103,9 @@ class LatentDenoiser:
             run.cache.finish(latents.device)
         if isinstance(forward, GraphedForward):
             forward.report()
-        latents = self.transformer.settle(latents, runs[-1].inputs["cond"])
+        last = runs[-1]
+        latents = self.transformer.settle(latents, last.inputs["cond"])
+        latents = settings.sampling.geometry.clip_of(latents, last.stage.size)
         check_finite(latents, self.dtype)
         return latents
 

@@ -26,7 +26,7 @@ from diffusion_runtime.rules.guidance import check_guidance
 from diffusion_runtime.rules.images import ImageRules
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
-from diffusion_runtime.rules.sizes import check_second_stage, shift_of_size
+from diffusion_runtime.rules.sizes import check_keyframes, check_second_stage, frame_rule_of, shift_of_size
 from diffusion_runtime.rules.step_cache_rules import StepCacheRules
 from diffusion_runtime.rules.used_fields import refuse_unused, unused_values
 from diffusion_runtime.weights.lora.binding import Lora
@@ -61,6 +61,7 @@ class RequestRules:
         """
         settings = self.settings(self._filled(request, preset))
         self.sampling.geometry.sample_shape(settings.size)
+        check_keyframes(settings.sizes)
         check_second_stage(settings.sizes)
         settings.segments.check(self.sampling.geometry.frame_rule)
         check_combinations("requests", self._chosen(settings))
@@ -90,7 +91,7 @@ class RequestRules:
         # An image says more of the size than the model does.
         self._images.fill(draft)
         draft.fill(self.defaults)
-        draft.settle_length(self.sampling.geometry.frame_rule)
+        draft.settle_length(frame_rule_of(draft, self.sampling))
         self.preset_rules.choose_shift(draft, own)
         if draft.sampler is None:
             raise self.sampling.scheduler.unknown_class_error()
@@ -114,7 +115,7 @@ class RequestRules:
 
     def _bounds(self, request: GenerationRequest) -> LengthBounds:
         least, most = filled(request.min_seconds), filled(request.max_seconds)
-        return LengthBounds(least, most, filled(request.fps), self.sampling.geometry.frame_rule)
+        return LengthBounds(least, most, filled(request.fps), frame_rule_of(request, self.sampling))
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
         """Return what was not applied of the LoRA files or of the images, what a resolved request sets beside the

@@ -89,7 +89,8 @@ class LTX2Config:
     projects_text: whether the text goes through a network of the transformer's own, as in LTX-2.0. modulates_text:
     whether the text is shifted and scaled before each block, and the timestep does so to its queries, as since LTX-2.3.
     text_follows_time: whether the timestep also shifts and scales the text, as in LTX-2.3 alone. can_skip_attention:
-    whether diffusers' model takes spatio-temporal guidance.
+    whether diffusers' model takes spatio-temporal guidance. marks_keyframes: whether it can make keyframes beside a
+    video, whose tokens a learned vector marks, as since LTX-2.5.
     """
 
     video: StreamConfig
@@ -103,6 +104,7 @@ class LTX2Config:
     modulates_text: bool = False
     text_follows_time: bool = False
     can_skip_attention: bool = False
+    marks_keyframes: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -125,8 +127,6 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
         raise file.error("audio_num_attention_heads", f"{video.num_heads}, num_attention_heads", audio.num_heads)
     if file.flag("audio_cross_attn_mod", False) != modulates_text:
         raise file.error("audio_cross_attn_mod", f"{shown(modulates_text)}, as cross_attn_mod", not modulates_text)
-    # Read for its type: the embedding marks generated keyframes, which this family does not make.
-    file.flag("use_keyframes_abs_pos_embedding", False)
     own, between = (
         file.whole_number(key, 1000) for key in ("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier")
     )
@@ -142,6 +142,7 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
         modulates_text=modulates_text,
         text_follows_time=file.flag("use_prompt_adaln_single", True) and modulates_text,
         can_skip_attention=file.flag("perturbed_attn", False),
+        marks_keyframes=file.flag("use_keyframes_abs_pos_embedding", False),
     )
 
 

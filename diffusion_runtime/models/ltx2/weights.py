@@ -23,6 +23,9 @@ from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, l
 # Channels of the sinusoidal timestep.
 NUM_WAVES = 256
 
+# The vector that marks tokens of keyframes, in a checkpoint.
+KEYFRAME_MARKER = "keyframes_abs_pos_embedding"
+
 # Rows that are added to float32 rows of the timestep.
 _FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulation", "out_modulation"})
 
@@ -38,6 +41,8 @@ def transformer_pieces(config: LTX2Config) -> dict[str, tuple[Piece, ...]]:
 
 
 def _all_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
+    if config.marks_keyframes:
+        yield "keyframe_marker", (Piece(KEYFRAME_MARKER, (1, config.video.dim)),)
     yield from _stream("video", "", config.video, config, between="video", gate="video_a2v")
     yield from _stream("audio", "audio_", config.audio, config, between="audio", gate="audio_v2a")
     for index in range(config.num_layers):
