@@ -65,6 +65,14 @@ def cross_attention_pieces(
     yield from norm_pieces(f"{ours}.norm_k", f"{theirs}.{names.norm_k}", head_dim)
 
 
+def turning_rows(name: str, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the rows of parameter `name` of an attention layer that make channels of q and k, a view; None where it
+    makes none."""
+    shares = {"qkv": (2, 3), "kv": (1, 2), **dict.fromkeys(("q", "norm_q", "norm_k"), (1, 1))}
+    share = shares.get(name.split(".")[-2])
+    return None if share is None else rows[: len(rows) // share[1] * share[0]]
+
+
 def pair_halves(rows: torch.Tensor, head_dim: int, num_turned: int | None = None) -> None:
     """Make channels that turn together adjacent, in place, where the checkpoint has the halves of a head one after the
     other: channel i turns with channel i + num_turned / 2. rows: of whole heads; num_turned: of a head's first
@@ -129,9 +137,17 @@ def single_stream_pieces(ours: str, theirs: str, dim: int, head_dim: int, ffn_di
 
 
 def feed_forward_pieces(ours: str, theirs: str, dim: int, ffn_dim: int, *, bias: bool = True) -> Iterator[NamedPieces]:
-    """A FeedForward."""
-    yield from linear_pieces(f"{ours}.up", [(f"{theirs}.net.0.proj", ffn_dim)], dim, bias=bias)
-    yield from linear_pieces(f"{ours}.down", [(f"{theirs}.net.2", dim)], ffn_dim, bias=bias)
+    """A FeedForward, by diffusers' names."""
+    yield from up_down_pieces(ours, [(f"{theirs}.net.0.proj", ffn_dim)], f"{theirs}.net.2", dim, ffn_dim, bias=bias)
+
+
+def up_down_pieces(
+    ours: str, up: Sequence[tuple[str, int]], down: str, dim: int, ffn_dim: int, *, bias: bool
+) -> Iterator[NamedPieces]:
+    """The `up` and `down` of a feed-forward network, gated or not. up, down: their names, as in linear_pieces; up's
+    widths are ffn_dim together, or twice that with a gate."""
+    yield from linear_pieces(f"{ours}.up", up, dim, bias=bias)
+    yield from linear_pieces(f"{ours}.down", [(down, dim)], ffn_dim, bias=bias)
 
 
 def layer_norm_pieces(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:

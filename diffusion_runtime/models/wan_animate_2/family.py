@@ -108,6 +108,5 @@ FAMILY: ModelFamily[WanAnimate2Config, LatentGeometry] = ModelFamily(
     transformer=WanAnimate2Transformer,
     shared_heads=lambda config: config.num_heads,
     weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
-    load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
 )
