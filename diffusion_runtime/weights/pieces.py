@@ -5,11 +5,12 @@ ours: a prefix of our parameter names; theirs: of the checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from diffusion_runtime.layers.token_refiner import HIDDEN_RATIO
 from diffusion_runtime.weights.checkpoint import Piece
@@ -79,6 +80,19 @@ def pair_halves(rows: torch.Tensor, head_dim: int, num_turned: int | None = None
     channels, None for all."""
     heads = rows.view(-1, head_dim, *rows.shape[1:])[:, :num_turned]
     heads.copy_(torch.unflatten(heads, 1, (2, -1)).transpose(1, 2).flatten(1, 2).clone())
+
+
+def paired_heads(head_dim_of: Callable[[Any, str], int | None]) -> Callable[[nn.Module, str, torch.Tensor], None]:
+    """Return an Arrange (weights/weight_loading.py) that makes channels of q and k that turn together adjacent, for
+    checkpoints with the halves of a head one after the other. head_dim_of: (the module's config, our parameter name) ->
+    channels of a head; None where it turns nothing."""
+
+    def arrange(module: nn.Module, name: str, rows: torch.Tensor) -> None:
+        turning, head_dim = turning_rows(name, rows), head_dim_of(module.config, name)
+        if turning is not None and head_dim is not None:
+            pair_halves(turning, head_dim)
+
+    return arrange
 
 
 def two_layer_pieces(ours: str, theirs: str, in_dim: int, dim: int, *, bias: bool = True) -> Iterator[NamedPieces]:

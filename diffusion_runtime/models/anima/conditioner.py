@@ -41,6 +41,13 @@ from diffusion_runtime.weights.pieces import (
 CONDITIONER = "text_conditioner"
 SELF_ROLE, STATES_ROLE = "anima.text_self", "anima.text_states"
 _EPS = 1e-6
+# Modules of a block and around the blocks, as the authors and diffusers call them.
+_ATTENTION = CrossNames("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+MODULES = (
+    *(f"{attention}.{name}" for attention in ("self_attn", "cross_attn") for name in _ATTENTION),
+    *("norm_self_attn", "norm_cross_attn", "norm_mlp", "mlp.0", "mlp.2"),
+)
+MODULES_AROUND = ("embed", "in_proj", "out_proj", "norm")
 _SIZES = {
     **{"source_dim": ("source_dim", 1024), "target_dim": ("out_dim", 1024), "model_dim": ("dim", 1024)},
     **{"num_attention_heads": ("num_heads", 16), "target_vocab_size": ("vocab_size", 32128)},
@@ -91,9 +98,8 @@ def conditioner_pieces(config: ConditionerConfig) -> Iterator[NamedPieces]:
         ours, theirs = f"conditioner.blocks.{index}", f"{CONDITIONER}.blocks.{index}"
         attentions = {"self_attention": ("self_attn", dim), "states_attention": ("cross_attn", config.source_dim)}
         for mine, (name, in_dim) in attentions.items():
-            names = CrossNames("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
             attention = f"{ours}.{mine}", f"{theirs}.{name}"
-            yield from cross_attention_pieces(*attention, dim, in_dim, config.head_dim, names)
+            yield from cross_attention_pieces(*attention, dim, in_dim, config.head_dim, _ATTENTION)
         norms = {"self_norm": "norm_self_attn", "states_norm": "norm_cross_attn", "ffn_norm": "norm_mlp"}
         for mine, name in norms.items():
             yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", dim)

@@ -8,13 +8,14 @@ from diffusion_runtime.models.anima.conditioner import CONDITIONER, SELF_ROLE, S
 from diffusion_runtime.models.anima.config import read_geometry, read_transformer_config
 from diffusion_runtime.models.anima.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.anima.transformer import AnimaTransformer
-from diffusion_runtime.models.anima.weights import LORA_NAMES, is_unread, pair_channels, transformer_pieces
+from diffusion_runtime.models.anima.weights import LORA_NAMES, is_unread, transformer_pieces, turning_head
 from diffusion_runtime.models.declaration import FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image.family import AUTOENCODER
 from diffusion_runtime.models.qwen_image.family import FAMILY as ORIGINAL
 from diffusion_runtime.text_encoders.token_ids import NUM_DIGITS
+from diffusion_runtime.weights.pieces import paired_heads
 
 FAMILY = ModelFamily(
     name="anima",
@@ -42,7 +43,7 @@ FAMILY = ModelFamily(
         # The text conditioner is a part of the transformer.
         joined_components=(CONDITIONER,),
         shares_joined=True,
-        arrange=pair_channels,
+        arrange=paired_heads(turning_head),
         is_ignored=is_unread,
     ),
 )

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import nn
-
-from diffusion_runtime.models.anima.conditioner import CONDITIONER, conditioner_pieces
+from diffusion_runtime.models.anima.conditioner import CONDITIONER, MODULES, MODULES_AROUND, conditioner_pieces
 from diffusion_runtime.models.anima.config import AnimaTransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, each
@@ -22,9 +19,7 @@ from diffusion_runtime.weights.pieces import (
     feed_forward_pieces,
     linear_pieces,
     norm_pieces,
-    pair_halves,
     self_attention_pieces,
-    turning_rows,
 )
 
 
@@ -59,14 +54,12 @@ def _modulation(ours: str, theirs: str, config: AnimaTransformerConfig, num_rows
     yield from linear_pieces(f"{ours}.projection", [(f"{theirs}.linear_2", num_rows * dim)], narrow, bias=False)
 
 
-def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
-    """Make the channels of q and k that turn together adjacent, where parameter `name` makes any. rows: its values,
-    changed in place."""
-    turning, config = turning_rows(name, rows), transformer.config
-    assert isinstance(config, AnimaTransformerConfig)
+def turning_head(config: AnimaTransformerConfig, name: str) -> int | None:
+    """Return the channels of a head whose halves turn against each other in a checkpoint, for our parameter `name`."""
+    if name.startswith("conditioner."):
+        return config.conditioner.head_dim
     # A text has no positions, so the transformer's attention to it turns nothing.
-    if turning is not None and ".cross_attention." not in name:
-        pair_halves(turning, (config.conditioner if name.startswith("conditioner.") else config).head_dim)
+    return None if ".cross_attention." in name else config.head_dim
 
 
 def is_unread(name: str) -> bool:
@@ -86,20 +79,13 @@ _BLOCK: Originals = {
     **{f"adaln_modulation_cross_attn.{index}": f"norm2.linear_{index}" for index in (1, 2)},
     **{f"adaln_modulation_mlp.{index}": f"norm3.linear_{index}" for index in (1, 2)},
 }
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-_CONDITIONER = (
-    *(f"{attention}.{name}" for attention in ("self_attn", "cross_attn") for name in _ATTENTION),
-    *("norm_self_attn", "norm_cross_attn", "norm_mlp", "mlp.0", "mlp.2"),
-)
-_AROUND = ("embed", "in_proj", "out_proj", "norm")
-
 LORA_NAMES = LoraNames(
     title="Anima",
-    same=each(f"{CONDITIONER}.blocks.{{}}", _CONDITIONER),
+    same=each(f"{CONDITIONER}.blocks.{{}}", MODULES),
     originals={
         **block_names("blocks.{}", "transformer_blocks.{}", _BLOCK),
-        **block_names("llm_adapter.blocks.{}", f"{CONDITIONER}.blocks.{{}}", {name: name for name in _CONDITIONER}),
-        **{f"llm_adapter.{name}": f"{CONDITIONER}.{name}" for name in _AROUND},
+        **block_names("llm_adapter.blocks.{}", f"{CONDITIONER}.blocks.{{}}", {name: name for name in MODULES}),
+        **{f"llm_adapter.{name}": f"{CONDITIONER}.{name}" for name in MODULES_AROUND},
         **{"x_embedder.proj.1": "patch_embed.proj", "t_embedding_norm": "time_embed.norm"},
         **{f"t_embedder.1.linear_{index}": f"time_embed.t_embedder.linear_{index}" for index in (1, 2)},
         **{f"final_layer.adaln_modulation.{index}": f"norm_out.linear_{index}" for index in (1, 2)},

@@ -18,9 +18,10 @@ from diffusion_runtime.models.flux2 import codec
 from diffusion_runtime.models.moss_image.config import MossImageConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.moss_image.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.moss_image.transformer import TEXT_ROLE, MossImageTransformer
-from diffusion_runtime.models.moss_image.weights import LORA_NAMES, pair_channels, transformer_pieces
+from diffusion_runtime.models.moss_image.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.untrusted.known_settings import is_positive
+from diffusion_runtime.weights.pieces import paired_heads
 
 _Model = Model[MossImageConfig, ImageGeometry]
 
@@ -60,7 +61,7 @@ FAMILY = ModelFamily(
     weights=Weights(
         pieces=transformer_pieces,
         lora_names=LORA_NAMES,
-        arrange=pair_channels,
+        arrange=paired_heads(lambda config, _: config.head_dim),
         is_ignored=lambda name: name == "rope.bands",
     ),
     adapt=_adapt,

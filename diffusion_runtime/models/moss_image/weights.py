@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import nn
-
 from diffusion_runtime.models.moss_image.config import MossImageConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, each
@@ -18,8 +15,6 @@ from diffusion_runtime.weights.pieces import (
     NamedPieces,
     linear_pieces,
     norm_pieces,
-    pair_halves,
-    turning_rows,
     up_down_pieces,
 )
 
@@ -61,15 +56,6 @@ def _norms(ours: str, theirs: str, config: MossImageConfig) -> Iterator[NamedPie
     sizes |= {"norm_q": ("q_norm", config.head_dim), "norm_k": ("k_norm", config.head_dim)}
     for mine, (name, size) in sizes.items():
         yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", size)
-
-
-def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
-    """Make the channels of q and k that turn together adjacent, where parameter `name` makes any. rows: its values,
-    changed in place."""
-    turning, config = turning_rows(name, rows), transformer.config
-    assert isinstance(config, MossImageConfig)
-    if turning is not None:
-        pair_halves(turning, config.head_dim)
 
 
 _NORMS = ("norm1", "norm2", "q_norm", "k_norm")

@@ -1,4 +1,4 @@
-"""Config of a SeedVR2 folder: its transformer and latents, read from json and checked.
+"""Config of a SeedVR2 folder: its transformer, read from json and checked.
 
 The authors publish no json; models/published_folders.yaml has what their YAML files say, under the keys that these
 have.
@@ -9,15 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
-from diffusion_runtime.decoders.autoencoder import COMPONENT
-from diffusion_runtime.models.seedvr2.geometry import SeedVR2Geometry
 from diffusion_runtime.models.seedvr2.windows import COUNTS
 
 PATCH = (1, 2, 2)
 NUM_WAVES = 256
-SPATIAL_FACTOR, TEMPORAL_FACTOR = 8, 4
 # Of the hidden layer of a gated feed-forward network.
 _MULTIPLE = 256
 _SIZES = {
@@ -96,11 +92,3 @@ def read_transformer_config(folder: AnyFolder) -> SeedVR2Config:
         ends_still=turns_text,
         eps=file.number("norm_eps", 1e-5),
     )
-
-
-def read_geometry(folder: AnyFolder) -> SeedVR2Geometry:
-    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
-    transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
-    source = "the transformer's vid_out_channels"
-    num_channels = read_num_channels(file, "latent_channels", transformer.num_channels, source, 16)
-    return SeedVR2Geometry(num_channels, SPATIAL_FACTOR, TEMPORAL_FACTOR, PATCH)

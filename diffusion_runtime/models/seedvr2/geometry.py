@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.decoders.autoencoder import COMPONENT
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.seedvr2.config import PATCH, read_transformer_config
+
+SPATIAL_FACTOR, TEMPORAL_FACTOR = 8, 4
 
 
 @dataclass(frozen=True)
@@ -38,3 +43,11 @@ class SeedVR2Geometry(LatentGeometry):
     def tokens_of_frame(self, height: int, width: int) -> int:
         rows, columns, _ = self.padded(height, width, 1)
         return super().tokens_of_frame(rows, columns)
+
+
+def read_geometry(folder: AnyFolder) -> SeedVR2Geometry:
+    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
+    transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
+    source = "the transformer's vid_out_channels"
+    num_channels = read_num_channels(file, "latent_channels", transformer.num_channels, source, 16)
+    return SeedVR2Geometry(num_channels, SPATIAL_FACTOR, TEMPORAL_FACTOR, PATCH)

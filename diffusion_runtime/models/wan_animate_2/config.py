@@ -8,10 +8,6 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_chan
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 
-# The ordinary names of diffusers' modular pipelines: before and after distillation.
-PIPELINES = ("WanAnimate2Pipeline", "WanAnimate2DistilledPipeline")
-DISTILLED_MODULAR = "WanAnimate2DistilledModularPipeline"
-TRANSFORMER_CLASS = "WanAnimate2Transformer3DModel"
 # Of the image encoder, CLIP ViT-H/14: the class writes it down nowhere else.
 IMAGE_DIM = 1280
 _KEYS = (
