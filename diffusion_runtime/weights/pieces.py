@@ -70,7 +70,7 @@ def turning_rows(name: str, rows: torch.Tensor) -> torch.Tensor | None:
     """Return the rows of parameter `name` of an attention layer that make channels of q and k, a view; None where it
     makes none."""
     shares = {"qkv": (2, 3), "kv": (1, 2), **dict.fromkeys(("q", "norm_q", "norm_k"), (1, 1))}
-    share = shares.get(name.split(".")[-2])
+    share = shares.get(name.rpartition(".")[0].rpartition(".")[2])
     return None if share is None else rows[: len(rows) // share[1] * share[0]]
 
 
