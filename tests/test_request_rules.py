@@ -100,9 +100,10 @@ def test_what_only_some_models_use_is_refused_by_the_others() -> None:
             IMAGES.resolve(request)
         # The one switch: nothing else has to know the field.
         rules = dataclasses.replace(IMAGES, model_fields=frozenset({name}))
-        # Prompts and seeds on the way need chunks, which a model has or has not, images a file, and a bound of the
-        # length another one.
-        apart = ("prompt_switches", "seed_switches", "frame_conditions", "min_seconds", "max_seconds")
+        # Prompts and seeds on the way need chunks, which a model has or has not, images a file, a bound of the length
+        # another one, and keyframes a video.
+        apart = ("prompt_switches", "seed_switches", "frame_conditions", "keyframe_interval")
+        apart += ("min_seconds", "max_seconds")
         if REQUEST_FIELDS[name].check.kind is not str and name not in apart:
             taken.append(getattr(rules.resolve(request), name))
     assert taken

@@ -216,6 +216,9 @@ def random_transformer(*, rope_type: str = "split", num_layers: int = 2, **chang
     }
     model = LTX2VideoTransformer3DModel(**settings)
     with torch.no_grad():
+        if settings.get("use_keyframes_abs_pos_embedding"):
+            # Zeros by default; from a generator of its own, since the other weights follow the global one.
+            model.keyframes_abs_pos_embedding.normal_(generator=torch.Generator().manual_seed(1))
         for name, parameter in model.named_parameters():
             # Norm weights of exactly one and small modulations would hide a part that is left out.
             if "norm" in name:

@@ -55,6 +55,11 @@ class LatentGeometry:
     appends_last_image: ClassVar[bool] = False
 
     @property
+    def keyframe_intervals(self) -> tuple[int, ...]:
+        """Numbers of frames from one keyframe to the next, of models that make keyframes beside a video."""
+        return ()
+
+    @property
     def num_frames_before(self) -> int:
         """Decoded frames before those of a clip, which are left out."""
         return self.temporal_factor * self.num_latents_before

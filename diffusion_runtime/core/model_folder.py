@@ -325,6 +325,9 @@ def read_config(folder: AnyFolder, component: str) -> ConfigFile:
     return ConfigFile(folder / component / "config.json", read_json_in(folder, component, "config.json"))
 
 
+_HEAD = "attention_head_dim"
+
+
 class ConfigFile:
     """A config.json whose values are read one by one, with their types checked; keys beginning with `_` are notes.
 
@@ -356,12 +359,37 @@ class ConfigFile:
         """Return a number of layers. Raises ModelLoadError when it is missing or something else."""
         return self.whole_number(key, default, maximum=MAX_LAYERS)
 
+    def even_number(self, key: str, default: int | None = None) -> int:
+        """Return an even integer. Raises ModelLoadError when it is missing or something else."""
+        value = self.whole_number(key, default)
+        if value % 2:
+            raise self.error(key, "an even number", value)
+        return value
+
+    def rotary_axes(
+        self, key: str, size: int, length: int = 3, *, default: tuple[int, ...] | None = None, of: str = _HEAD
+    ) -> tuple[int, ...]:
+        """Return how many channels of a head carry each axis of the rotary positions. size: of a head, named `of`.
+        length: number of axes. default: where the key is missing or null. Raises ModelLoadError when they are missing,
+        odd, or not those of the head."""
+        axes = default if default and self.values.get(key) is None else self.whole_numbers(key, length)
+        if sum(axes) != size or any(axis % 2 for axis in axes):
+            raise self.error(key, f"even numbers whose sum is {of}, {size}", list(axes))
+        return axes
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a finite float or an integer. Raises ModelLoadError when it is missing or something else."""
         value = self._value(key, default)
         if not _is_number(value):
             raise self.error(key, "a number", value)
         return float(value)
+
+    def one_of(self, key: str, choices: tuple[str, ...]) -> str:
+        """Return one of the texts `choices`, the first where the key is missing. Raises ModelLoadError for another."""
+        value = self.values.get(key, choices[0])
+        if value not in choices:
+            raise self.error(key, " or ".join(map(repr, choices)), value)
+        return str(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """true or false. Raises ModelLoadError when it is missing or something else."""

@@ -6,6 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -122,14 +123,23 @@ class RefiningStage(DenoisingStage):
     def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
         settings, geometry, level = self.settings, self.settings.sampling.geometry, self.settings.second_levels[0]
         assert self.upsampler is not None, "there is one wherever a second stage runs"
-        parts, shared = geometry.parts(latents, settings.sizes.first), settings.shared
-        larger = self.upsampler(
-            parts.video,
+        first, shared = settings.sizes.first, settings.shared
+        upsampled = partial(
+            self.upsampler,
             adain_factor=shared.adain_factor or 0.0,
             tone_map_compression=shared.tone_map_compression_ratio or 0.0,
         )
-        clean = geometry.join(larger.to(latents.device), parts.audio)
-        return level * noise.draw_of(geometry.sample_shape(self.size)).to(latents.device) + (1 - level) * clean
+        clip = geometry.clip_of(latents, first)
+        parts = geometry.parts(clip, first)
+        clean = geometry.join(upsampled(parts.video).to(latents.device), parts.audio)
+        if latents.shape[1] > clip.shape[1]:
+            # Keyframes are upsampled as one video, in the order of their frames.
+            frames = torch.unflatten(
+                latents[:, clip.shape[1] :], 1, (-1, parts.video.shape[1], 1, *parts.video.shape[3:])
+            )
+            larger = upsampled(torch.cat(frames.unbind(1), dim=2)).to(latents.device)
+            clean = torch.cat([clean, larger.transpose(1, 2).flatten(1)], dim=1)
+        return level * noise.draw_of(settings.sizes.sample_shape(self.size)).to(latents.device) + (1 - level) * clean
 
     def start(self, latents: torch.Tensor) -> SamplerState:
         return self.sampler.start(latents)
@@ -137,7 +147,7 @@ class RefiningStage(DenoisingStage):
     def _run(
         self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int
     ) -> SamplerState:
-        shape = self.settings.sampling.geometry.sample_shape(self.size)
+        shape = self.settings.sizes.sample_shape(self.size)
         return self.sampler.run(
             state,
             predict,
@@ -156,7 +166,7 @@ def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None)
         sizes = [settings.sizes.halved(each.stage.level) for each in growing]
         notes = [_sizes_note(growing, sizes), *(None for _ in sizes[1:])]
         return [GrowingStage(size, each, note=note) for size, each, note in zip(sizes, growing, notes, strict=True)]
-    stages: list[DenoisingStage] = [PlainStage(first, sampler)]
+    stages: list[DenoisingStage] = [PlainStage(first, sampler, note=settings.sizes.note)]
     if levels:
         size, num_before = settings.size, settings.num_inference_steps
         name = settings.shared.second_stage_sampler or SECOND_STAGE_SAMPLERS[0]

@@ -141,6 +141,7 @@ class LatentDenoiser:
             if isinstance(predict, _LastEstimate) and not is_clean:
                 latents = predict.estimate
         latents = self.transformer.settle(latents, run.inputs["cond"])
+        latents = settings.sampling.geometry.clip_of(latents, run.stage.size)
         check_finite(latents, self.dtype)
         return Denoised(latents, run.stage.size, left)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
@@ -28,6 +29,7 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames
+from diffusion_runtime.weights.weight_loading import Arrange
 
 # The transformer's config of a family.
 C = TypeVar("C")
@@ -224,8 +226,13 @@ class Decoding:
 class Weights(Generic[C]):
     """Weights of a family's transformers. pieces: our parameter name -> the checkpoint tensors that fill it.
     lora_names: names of its modules in LoRA files. stays_float32: parameters that are not converted to the model's
-    dtype."""
+    dtype. The others are as in TransformerWeights, of every model of the family; `adapt` sets what a config decides."""
 
     pieces: Callable[[C], Mapping[str, tuple[Piece, ...]]]
     lora_names: LoraNames
     stays_float32: Callable[[str], bool] = lambda _: False
+    joined_components: tuple[str, ...] = ()
+    shares_joined: bool = False
+    prepare: Callable[[nn.Module, Collection[str]], object] | None = None
+    is_ignored: Callable[[str], bool] = lambda _: False
+    arrange: Arrange | None = None

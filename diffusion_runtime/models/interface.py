@@ -60,7 +60,8 @@ class ImageCondition:
 
     In models that take images at any frame, latents are the one at the first, with its strength in first_strength, and
     further those at others, [batch, channels, 1, height, width], with each one's frame of the video and its strength in
-    places, those of strength 1 first. Strength 1 keeps an image as it is; 0 leaves its place to the noise.
+    places, those of strength 1 first. Strength 1 keeps an image as it is; 0 leaves its place to the noise. The last
+    num_generated of them, of strength 0, are no images but keyframes that the model makes.
 
     In models for editing, latents are those of the first reference image, [batch, channels, 1, height, width] of its
     own size, and further those of the others.
@@ -75,14 +76,19 @@ class ImageCondition:
     places: tuple[tuple[int, float], ...] = ()
     first_strength: float = 1.0
     media: tuple[GivenMedia, ...] = ()
+    num_generated: int = 0
 
     def repeat(self, times: int) -> ImageCondition:
         """Return the images repeated for every guidance branch of a batch."""
-        embeddings = None if self.embeddings is None else self.embeddings.repeat(times, 1, 1)
         latents, *further = (each.repeat(times, 1, 1, 1, 1) for each in self.references)
-        sound = None if self.sound is None else self.sound.repeat(times, 1, 1, 1)
-        media = tuple(each.repeat(times) for each in self.media)
-        return ImageCondition(latents, embeddings, tuple(further), sound, self.places, self.first_strength, media)
+        return dataclasses.replace(
+            self,
+            latents=latents,
+            embeddings=None if self.embeddings is None else self.embeddings.repeat(times, 1, 1),
+            further=tuple(further),
+            sound=None if self.sound is None else self.sound.repeat(times, 1, 1, 1),
+            media=tuple(each.repeat(times) for each in self.media),
+        )
 
     @property
     def references(self) -> tuple[torch.Tensor, ...]:
@@ -192,8 +198,8 @@ class DiffusionTransformer(nn.Module, ABC):
         return noise
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """Return the clean latents of the clip after the last step; models that keep parts of an image restore them
-        here, and leave out the images that were denoised with the clip."""
+        """Return clean latents after the last step, of the clip and of what was denoised with it. Models that keep
+        parts of an image restore them here."""
         return latents
 
 

@@ -268,7 +268,7 @@ def _inputs(
         picture_places=(0,) * _num_references(model, planned),
     )
     image = None
-    if _takes_image(model, planned):
+    if _takes_image(model, planned) or planned.request.generated_keyframes:
         size = _denoised_size(model, planned)
         channels, frames, height, width = model.geometry.latent_shape(size.height, size.width, size.num_frames)
         embeddings = None if shapes.image is None else empty(*shapes.image)
@@ -278,7 +278,8 @@ def _inputs(
         keyframes: list[tuple[int, float]] = []
         if model.geometry.appends_last_image:
             request = planned.request
-            keyframes = [(1, 1.0)] * (len(request.frame_conditions or ()) + (request.last_image_path is not None))
+            num_given = len(request.frame_conditions or ()) + (request.last_image_path is not None)
+            keyframes = [(1, 1.0)] * (num_given + len(request.generated_keyframes))
             further = [empty(channels, 1, height, width)] * len(keyframes)
         image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further), places=tuple(keyframes))
     elif references:

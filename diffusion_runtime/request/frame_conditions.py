@@ -66,6 +66,17 @@ class FrameConditions(ImageFile):
             raise RequestError(f"{name}: expected each frame once, got frame {twice} twice; leave one of them out")
 
 
+def keyframes_between(
+    num_frames: int, interval: int | None, conditions: tuple[FrameCondition, ...] | None
+) -> tuple[int, ...]:
+    """Return the frames at which a model makes keyframes beside a video: every `interval` ones after the first, none at
+    a frame that has an image; no frame without an interval."""
+    if interval is None:
+        return ()
+    taken = {frame for frame, _, _ in conditions or ()}
+    return tuple(frame for frame in range(interval, num_frames, interval) if frame not in taken)
+
+
 def _parsed(item: object) -> object:
     if isinstance(item, str) and (found := _TEXT.fullmatch(item)):
         path, strength = found["path"], 1.0

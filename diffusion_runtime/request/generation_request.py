@@ -48,7 +48,7 @@ from diffusion_runtime.request.fields import (
     VideoFile,
     request_field,
 )
-from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions
+from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions, keyframes_between
 from diffusion_runtime.request.given_images import recorded_images
 from diffusion_runtime.request.layers import SamplerName, layered
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
@@ -397,6 +397,12 @@ class GenerationRequest:
         flag="--condition-at",
         refusal="this model takes no images at frames of their own; leave --condition-at out",
     )
+    # Frames from one keyframe that the model makes beside the video to the next; None makes none.
+    keyframe_interval: int | None = request_field(
+        "Frames from one keyframe to the next, 24 or 32, of those that LTX-2.5 makes beside the video for its detail.",
+        Count(),
+        refusal="this model makes no keyframes beside a video, as LTX-2.5 does; leave it out",
+    )
     # What the video shows or sounds like, in an order that the prompt can refer to: <Picture 1>, <Audio 1>, <Video 1>.
     references: tuple[str, ...] | None = _input_field(
         "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
@@ -476,6 +482,11 @@ class GenerationRequest:
             )
         if self.seconds is not None and self.num_frames is not None:
             raise RequestError("seconds, num_frames: expected one of them, got both; each says how long the video is")
+
+    @property
+    def generated_keyframes(self) -> tuple[int, ...]:
+        """The frames of the video at which keyframes are made beside it, of a resolved request."""
+        return keyframes_between(self.num_frames or 1, self.keyframe_interval, self.frame_conditions)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """This request with every None replaced by the value of the same name in `defaults`; as in `layered`, a

@@ -95,16 +95,18 @@ class BatchSettings:
 
     @property
     def has_condition(self) -> bool:
-        """True where the transformer has a condition beside the text: of images, of a sound, or of control blocks."""
+        """True where the transformer has a condition beside the text: of images, of keyframes to make, of a sound, or
+        of control blocks."""
         shared = self.shared
         given = (
             shared.image_path,
             shared.last_image_path,
             shared.frame_conditions,
+            shared.keyframe_interval,
             shared.references,
             shared.audio_path,
         )
-        return any(path is not None for path in given) or self.sampling.control is not None
+        return any(value is not None for value in given) or self.sampling.control is not None
 
     @property
     def frame_rate(self) -> float:

@@ -26,7 +26,7 @@ from diffusion_runtime.rules.guidance import check_guidance
 from diffusion_runtime.rules.images import ImageRules
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
-from diffusion_runtime.rules.sizes import check_second_stage, shift_of_size
+from diffusion_runtime.rules.sizes import check_keyframes, check_second_stage, frame_rule_of, shift_of_size
 from diffusion_runtime.rules.step_cache_rules import StepCacheRules
 from diffusion_runtime.rules.stop_rules import check_stop
 from diffusion_runtime.rules.used_fields import refuse_unused, unused_values
@@ -62,6 +62,7 @@ class RequestRules:
         """
         settings = self.settings(self._filled(request, preset))
         self.sampling.geometry.sample_shape(settings.size)
+        check_keyframes(settings.sizes)
         check_second_stage(settings.sizes)
         seeds = settings.shared.segment_seeds or ()
         settings.segments.check(self.sampling.geometry.frame_rule, len(seeds))
@@ -92,7 +93,7 @@ class RequestRules:
         # An image says more of the size than the model does.
         self._images.fill(draft)
         draft.fill(self.defaults)
-        draft.settle_length(self.sampling.geometry.frame_rule)
+        draft.settle_length(frame_rule_of(draft, self.sampling))
         self.preset_rules.choose_shift(draft, own)
         if draft.sampler is None:
             raise self.sampling.scheduler.unknown_class_error()
@@ -116,7 +117,7 @@ class RequestRules:
 
     def _bounds(self, request: GenerationRequest) -> LengthBounds:
         least, most = filled(request.min_seconds), filled(request.max_seconds)
-        return LengthBounds(least, most, filled(request.fps), self.sampling.geometry.frame_rule)
+        return LengthBounds(least, most, filled(request.fps), frame_rule_of(request, self.sampling))
 
     def unused(self, request: GenerationRequest) -> tuple[str, ...]:
         """Return what was not applied of the LoRA files or of the images, what a resolved request sets beside the

@@ -15,6 +15,7 @@ from diffusion_runtime.denoising.progressive_resolution import Stage, growth_lev
 from diffusion_runtime.denoising.registry import sampler_of
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
+from diffusion_runtime.request.frame_conditions import keyframes_between
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.rules.draft import Draft, filled
@@ -58,9 +59,21 @@ class Sizes:
 
     @property
     def num_noised_frames(self) -> int:
-        """Images that are denoised with the clip, as frames behind it: those at frames of their own, but for the first,
-        that do not count in full."""
-        return sum(frame > 0 and strength < 1 for frame, _, strength in self.shared.frame_conditions or ())
+        """Frames that are denoised with the clip, behind it: images at frames of their own, but for the first, that do
+        not count in full, and generated keyframes."""
+        in_part = sum(frame > 0 and strength < 1 for frame, _, strength in self.shared.frame_conditions or ())
+        return in_part + len(self.shared.generated_keyframes)
+
+    @property
+    def note(self) -> str | None:
+        """The sentence of the report about keyframes that are generated; None without any."""
+        frames = self.shared.generated_keyframes
+        if not frames:
+            return None
+        return (
+            f"keyframe_interval: {len(frames)} keyframes are denoised with the video and left out of the file, at "
+            f"frames {', '.join(map(str, frames))}"
+        )
 
     def stages(self) -> tuple[Stage, ...]:
         """Plan the steps by size; none for a request whose steps are all at full size. Raises RequestError where the
@@ -80,6 +93,32 @@ class Sizes:
         shapes = [self.sampling.geometry.sample_shape(size)[-2:] for size in sizes]
         growth_levels = [growth_level(options.spectrum, options.delta, *shape) for shape in shapes]
         return plan_stages([filled(step.sigma) for step in sampler.steps(torch.device("cpu"))], growth_levels)
+
+
+def frame_rule_of(request: GenerationRequest | Draft, sampling: Sampling) -> tuple[int, int]:
+    """Return the rule of the geometry for numbers of frames; with generated keyframes, whole intervals behind the first
+    frame."""
+    interval = request.keyframe_interval
+    return sampling.geometry.frame_rule if interval is None else (interval, 1)
+
+
+def check_keyframes(sizes: Sizes) -> None:
+    """Raises RequestError for keyframes at intervals that the model does not make, and for a video of no whole number
+    of them, whose last keyframe would be no frame of it."""
+    interval, made = sizes.shared.keyframe_interval, sizes.sampling.geometry.keyframe_intervals
+    if interval is None:
+        return
+    if interval not in made:
+        use = " or ".join(map(str, made))
+        raise RequestError(f"keyframe_interval: expected {use} frames, got {interval}; use --keyframe-interval {use}")
+    num_frames = sizes.clip.num_frames
+    if num_frames <= interval or num_frames % interval != 1:
+        below = (num_frames - 1) // interval * interval + 1
+        fitting = [str(number) for number in (below, below + interval) if number > interval]
+        raise RequestError(
+            f"num_frames: expected a multiple of keyframe_interval, {interval}, plus 1, got {num_frames}; use "
+            f"{' or '.join(fitting)}"
+        )
 
 
 def check_second_stage(sizes: Sizes) -> None:
@@ -113,7 +152,9 @@ def shift_of_size(request: GenerationRequest | Draft, sampling: Sampling) -> dic
     num_tokens = geometry.num_tokens(height, width, num_frames)
     if request.last_image_path is not None and geometry.appends_last_image:
         num_tokens += geometry.tokens_of_frame(height, width)
-    if keyframes := sum(frame > 0 for frame, _, _ in request.frame_conditions or ()):
+    keyframes = sum(frame > 0 for frame, _, _ in request.frame_conditions or ())
+    keyframes += len(keyframes_between(num_frames, request.keyframe_interval, request.frame_conditions))
+    if keyframes:
         # One frame is no whole token where a token holds several latent frames: such models take no keyframes.
         num_tokens += keyframes * geometry.tokens_of_frame(height, width)
     flow_shift = sampling.schedule.flow_shift(num_tokens, num_steps)

@@ -5,11 +5,12 @@ ours: a prefix of our parameter names; theirs: of the checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from diffusion_runtime.layers.token_refiner import HIDDEN_RATIO
 from diffusion_runtime.weights.checkpoint import Piece
@@ -65,12 +66,33 @@ def cross_attention_pieces(
     yield from norm_pieces(f"{ours}.norm_k", f"{theirs}.{names.norm_k}", head_dim)
 
 
+def turning_rows(name: str, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the rows of parameter `name` of an attention layer that make channels of q and k, a view; None where it
+    makes none."""
+    shares = {"qkv": (2, 3), "kv": (1, 2), **dict.fromkeys(("q", "norm_q", "norm_k"), (1, 1))}
+    share = shares.get(name.rpartition(".")[0].rpartition(".")[2])
+    return None if share is None else rows[: len(rows) // share[1] * share[0]]
+
+
 def pair_halves(rows: torch.Tensor, head_dim: int, num_turned: int | None = None) -> None:
     """Make channels that turn together adjacent, in place, where the checkpoint has the halves of a head one after the
     other: channel i turns with channel i + num_turned / 2. rows: of whole heads; num_turned: of a head's first
     channels, None for all."""
     heads = rows.view(-1, head_dim, *rows.shape[1:])[:, :num_turned]
     heads.copy_(torch.unflatten(heads, 1, (2, -1)).transpose(1, 2).flatten(1, 2).clone())
+
+
+def paired_heads(head_dim_of: Callable[[Any, str], int | None]) -> Callable[[nn.Module, str, torch.Tensor], None]:
+    """Return an Arrange (weights/weight_loading.py) that makes channels of q and k that turn together adjacent, for
+    checkpoints with the halves of a head one after the other. head_dim_of: (the module's config, our parameter name) ->
+    channels of a head; None where it turns nothing."""
+
+    def arrange(module: nn.Module, name: str, rows: torch.Tensor) -> None:
+        turning, head_dim = turning_rows(name, rows), head_dim_of(module.config, name)
+        if turning is not None and head_dim is not None:
+            pair_halves(turning, head_dim)
+
+    return arrange
 
 
 def two_layer_pieces(ours: str, theirs: str, in_dim: int, dim: int, *, bias: bool = True) -> Iterator[NamedPieces]:
@@ -129,9 +151,17 @@ def single_stream_pieces(ours: str, theirs: str, dim: int, head_dim: int, ffn_di
 
 
 def feed_forward_pieces(ours: str, theirs: str, dim: int, ffn_dim: int, *, bias: bool = True) -> Iterator[NamedPieces]:
-    """A FeedForward."""
-    yield from linear_pieces(f"{ours}.up", [(f"{theirs}.net.0.proj", ffn_dim)], dim, bias=bias)
-    yield from linear_pieces(f"{ours}.down", [(f"{theirs}.net.2", dim)], ffn_dim, bias=bias)
+    """A FeedForward, by diffusers' names."""
+    yield from up_down_pieces(ours, [(f"{theirs}.net.0.proj", ffn_dim)], f"{theirs}.net.2", dim, ffn_dim, bias=bias)
+
+
+def up_down_pieces(
+    ours: str, up: Sequence[tuple[str, int]], down: str, dim: int, ffn_dim: int, *, bias: bool
+) -> Iterator[NamedPieces]:
+    """The `up` and `down` of a feed-forward network, gated or not. up, down: their names, as in linear_pieces; up's
+    widths are ffn_dim together, or twice that with a gate."""
+    yield from linear_pieces(f"{ours}.up", up, dim, bias=bias)
+    yield from linear_pieces(f"{ours}.down", [(down, dim)], ffn_dim, bias=bias)
 
 
 def layer_norm_pieces(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:

@@ -21,7 +21,8 @@ from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry, LatentGeometry
 from diffusion_runtime.models.anima import conditioner as anima_roles
-from diffusion_runtime.models.anima.config import AnimaTransformerConfig, ConditionerConfig
+from diffusion_runtime.models.anima.conditioner import ConditionerConfig
+from diffusion_runtime.models.anima.config import AnimaTransformerConfig
 from diffusion_runtime.models.anima.transformer import AnimaTransformer
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.transformer import Flux1Transformer

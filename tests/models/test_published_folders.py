@@ -71,7 +71,7 @@ NUM_PARAMETERS = {
     "LTX-2": 18_876_174_592,
     **dict.fromkeys(("LTX-2.3-Diffusers", "LTX-2.3-Distilled-Diffusers"), 18_988_838_144),
     # Without the biases of the video's feed-forward networks. The embedding of generated keyframes is not counted.
-    "LTX-2.5-Diffusers": 18_988_838_144 - 48 * (16384 + 4096),
+    "LTX-2.5-Diffusers": 18_988_838_144 - 48 * (16384 + 4096) + 4096,
     **dict.fromkeys(("LTX-Video", "LTX-Video-0.9.1"), 1_923_385_472),
     **dict.fromkeys(
         ("LTX-Video-0.9.7-dev", "LTX-Video-0.9.7-distilled", "LTX-Video-0.9.8-13B-distilled"), 13_042_569_344

@@ -8,6 +8,9 @@ Shapes in this file: B batch, L tokens of T5, N tokens of the language model, D 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,18 +18,95 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.modulated_norm.api import Branch, add_branch_, modulated_norm
 from diffusion_runtime.layers.linear import FeedForward, Linear
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.rope import norm_and_rotate, position_rotations
-from diffusion_runtime.models.anima.config import ConditionerConfig
 from diffusion_runtime.text_encoders.interface import Conditions
 from diffusion_runtime.text_encoders.token_ids import ids_of
+from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import (
+    CrossNames,
+    NamedPieces,
+    cross_attention_pieces,
+    linear_pieces,
+    norm_pieces,
+    up_down_pieces,
+)
 
+# The component that makes the transformer's text, in a folder of its own.
+CONDITIONER = "text_conditioner"
 SELF_ROLE, STATES_ROLE = "anima.text_self", "anima.text_states"
 _EPS = 1e-6
+# Modules of a block and around the blocks, as the authors and diffusers call them.
+_ATTENTION = CrossNames("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+MODULES = (
+    *(f"{attention}.{name}" for attention in ("self_attn", "cross_attn") for name in _ATTENTION),
+    *("norm_self_attn", "norm_cross_attn", "norm_mlp", "mlp.0", "mlp.2"),
+)
+MODULES_AROUND = ("embed", "in_proj", "out_proj", "norm")
+_SIZES = {
+    **{"source_dim": ("source_dim", 1024), "target_dim": ("out_dim", 1024), "model_dim": ("dim", 1024)},
+    **{"num_attention_heads": ("num_heads", 16), "target_vocab_size": ("vocab_size", 32128)},
+    **{"min_sequence_length": ("min_tokens", 512)},
+}
+
+
+@dataclass(frozen=True)
+class ConditionerConfig:
+    """Sizes of the text conditioner. source_dim: of the language model's states; vocab_size: of T5's tokens;
+    min_tokens: what its tokens are filled up to with zeros, which the transformer attends to."""
+
+    source_dim: int
+    dim: int
+    out_dim: int
+    num_heads: int
+    num_layers: int
+    ffn_dim: int
+    vocab_size: int
+    min_tokens: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+
+def read_conditioner_config(folder: AnyFolder) -> ConditionerConfig:
+    """Read text_conditioner/config.json. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, CONDITIONER)
+    fixed = {"use_self_attention": True, "use_layer_norm": False}
+    file.refuse_unknown((*_SIZES, *fixed, "num_layers", "mlp_ratio"))
+    file.refuse_other_values(fixed, "the only value this family runs")
+    sizes = file.sizes(_SIZES)
+    dim, num_heads = sizes["dim"], sizes["num_heads"]
+    if dim % (2 * num_heads):
+        raise file.error("model_dim", f"an even number for each of num_attention_heads, {num_heads}", dim)
+    num_layers, ffn_dim = file.layer_count("num_layers", 6), int(dim * file.number("mlp_ratio", 4.0))
+    return ConditionerConfig(**sizes, num_layers=num_layers, ffn_dim=ffn_dim)
+
+
+def conditioner_pieces(config: ConditionerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names -> the checkpoint tensors that fill them, one after the other."""
+    dim, out_dim = config.dim, config.out_dim
+    yield "conditioner.embedding.weight", (Piece(f"{CONDITIONER}.embed.weight", (config.vocab_size, out_dim)),)
+    if dim != out_dim:
+        yield from linear_pieces("conditioner.inward", [(f"{CONDITIONER}.in_proj", dim)], out_dim)
+    for index in range(config.num_layers):
+        ours, theirs = f"conditioner.blocks.{index}", f"{CONDITIONER}.blocks.{index}"
+        attentions = {"self_attention": ("self_attn", dim), "states_attention": ("cross_attn", config.source_dim)}
+        for mine, (name, in_dim) in attentions.items():
+            attention = f"{ours}.{mine}", f"{theirs}.{name}"
+            yield from cross_attention_pieces(*attention, dim, in_dim, config.head_dim, _ATTENTION)
+        norms = {"self_norm": "norm_self_attn", "states_norm": "norm_cross_attn", "ffn_norm": "norm_mlp"}
+        for mine, name in norms.items():
+            yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", dim)
+        up, down = [(f"{theirs}.mlp.0", config.ffn_dim)], f"{theirs}.mlp.2"
+        yield from up_down_pieces(f"{ours}.feed_forward", up, down, dim, config.ffn_dim, bias=True)
+    yield from linear_pieces("conditioner.out", [(f"{CONDITIONER}.out_proj", out_dim)], dim)
+    yield from norm_pieces("conditioner.norm", f"{CONDITIONER}.norm", out_dim)
 
 
 class ConditionerAttention(nn.Module):

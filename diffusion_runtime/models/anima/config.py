@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.layers.rope import THETA, split_head_dim
+from diffusion_runtime.models.anima.conditioner import CONDITIONER, ConditionerConfig, read_conditioner_config
+from diffusion_runtime.models.qwen_image.config import geometry_of
 
-# The component that makes the transformer's text, in a folder of its own.
-CONDITIONER = "text_conditioner"
 PATCH = (1, 2, 2)
 _ONLY = "the only value this family runs"
 # Cosmos models with another input, and what counts with those alone.
@@ -33,30 +33,6 @@ _SIZES = {
         "adaln_lora_dim": ("narrow_dim", 256),
     },
 }
-_CONDITIONER_SIZES = {
-    **{"source_dim": ("source_dim", 1024), "target_dim": ("out_dim", 1024), "model_dim": ("dim", 1024)},
-    **{"num_attention_heads": ("num_heads", 16), "target_vocab_size": ("vocab_size", 32128)},
-    **{"min_sequence_length": ("min_tokens", 512)},
-}
-
-
-@dataclass(frozen=True)
-class ConditionerConfig:
-    """Sizes of the text conditioner. source_dim: of the language model's states; vocab_size: of T5's tokens;
-    min_tokens: what its tokens are filled up to with zeros, which the transformer attends to."""
-
-    source_dim: int
-    dim: int
-    out_dim: int
-    num_heads: int
-    num_layers: int
-    ffn_dim: int
-    vocab_size: int
-    min_tokens: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
 
 
 @dataclass(frozen=True)
@@ -106,7 +82,7 @@ def read_transformer_config(folder: AnyFolder) -> AnimaTransformerConfig:
     scales = (2.0, 1.0, 1.0) if file.values.get("rope_scale") is None else file.numbers("rope_scale", 3)
     if not all(0 < scale <= 1000 for scale in scales):
         raise file.error("rope_scale", "numbers above 0, of at most 1000", list(scales))
-    conditioner = _read_conditioner_config(folder)
+    conditioner = read_conditioner_config(folder)
     if conditioner.out_dim != sizes["text_dim"]:
         raise file.error("text_embed_dim", f"{conditioner.out_dim}, target_dim of {CONDITIONER}", sizes["text_dim"])
     return AnimaTransformerConfig(
@@ -120,21 +96,6 @@ def read_transformer_config(folder: AnyFolder) -> AnimaTransformerConfig:
     )
 
 
-def _read_conditioner_config(folder: AnyFolder) -> ConditionerConfig:
-    file = read_config(folder, CONDITIONER)
-    fixed = {"use_self_attention": True, "use_layer_norm": False}
-    file.refuse_unknown((*_CONDITIONER_SIZES, *fixed, "num_layers", "mlp_ratio"))
-    file.refuse_other_values(fixed, _ONLY)
-    sizes = file.sizes(_CONDITIONER_SIZES)
-    dim, num_heads = sizes["dim"], sizes["num_heads"]
-    if dim % (2 * num_heads):
-        raise file.error("model_dim", f"an even number for each of num_attention_heads, {num_heads}", dim)
-    num_layers, ffn_dim = file.layer_count("num_layers", 6), int(dim * file.number("mlp_ratio", 4.0))
-    return ConditionerConfig(**sizes, num_layers=num_layers, ffn_dim=ffn_dim)
-
-
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
-    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = read_num_channels(file, "z_dim", transformer.num_channels, "the transformer's in_channels", 16)
-    return ImageGeometry(num_channels, read_frame_factor(file, [False, True, True]), 1, PATCH)
+    return geometry_of(folder, read_transformer_config(folder).num_channels, "the transformer's in_channels")

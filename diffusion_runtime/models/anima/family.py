@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
-from diffusion_runtime.models.anima.conditioner import SELF_ROLE, STATES_ROLE
-from diffusion_runtime.models.anima.config import (
-    CONDITIONER,
-    AnimaTransformerConfig,
-    read_geometry,
-    read_transformer_config,
-)
+from diffusion_runtime.models.anima.conditioner import CONDITIONER, SELF_ROLE, STATES_ROLE
+from diffusion_runtime.models.anima.config import read_geometry, read_transformer_config
 from diffusion_runtime.models.anima.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.anima.transformer import AnimaTransformer
-from diffusion_runtime.models.anima.weights import LORA_NAMES, is_unread, pair_channels, transformer_pieces
+from diffusion_runtime.models.anima.weights import LORA_NAMES, is_unread, transformer_pieces, turning_head
 from diffusion_runtime.models.declaration import FolderFormat, Requests, TextEncoding, TextShapes, Weights
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image.family import AUTOENCODER
 from diffusion_runtime.models.qwen_image.family import FAMILY as ORIGINAL
 from diffusion_runtime.text_encoders.token_ids import NUM_DIGITS
-
-_Model = Model[AnimaTransformerConfig, ImageGeometry]
-
-
-def _adapt(model: _Model) -> _Model:
-    """Return the model with the weights of the text conditioner, which is a part of its transformer."""
-    weights = dataclasses.replace(
-        model.weights,
-        joined_components=(CONDITIONER,),
-        shares_joined=True,
-        arrange=pair_channels,
-        is_ignored=is_unread,
-    )
-    return dataclasses.replace(model, weights=weights)
-
+from diffusion_runtime.weights.pieces import paired_heads
 
 FAMILY = ModelFamily(
     name="anima",
@@ -59,6 +37,13 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=AnimaTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
-    adapt=_adapt,
+    weights=Weights(
+        pieces=transformer_pieces,
+        lora_names=LORA_NAMES,
+        # The text conditioner is a part of the transformer.
+        joined_components=(CONDITIONER,),
+        shares_joined=True,
+        arrange=paired_heads(turning_head),
+        is_ignored=is_unread,
+    ),
 )

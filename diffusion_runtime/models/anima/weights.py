@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import nn
-
-from diffusion_runtime.models.anima.config import CONDITIONER, AnimaTransformerConfig, ConditionerConfig
+from diffusion_runtime.models.anima.conditioner import CONDITIONER, MODULES, MODULES_AROUND, conditioner_pieces
+from diffusion_runtime.models.anima.config import AnimaTransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, each
 from diffusion_runtime.weights.pieces import (
@@ -21,14 +19,13 @@ from diffusion_runtime.weights.pieces import (
     feed_forward_pieces,
     linear_pieces,
     norm_pieces,
-    pair_halves,
     self_attention_pieces,
 )
 
 
 def transformer_pieces(config: AnimaTransformerConfig) -> dict[str, tuple[Piece, ...]]:
     """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict((*_transformer(config), *_conditioner(config.conditioner)))
+    return dict((*_transformer(config), *conditioner_pieces(config.conditioner)))
 
 
 def _transformer(config: AnimaTransformerConfig) -> Iterator[NamedPieces]:
@@ -57,38 +54,12 @@ def _modulation(ours: str, theirs: str, config: AnimaTransformerConfig, num_rows
     yield from linear_pieces(f"{ours}.projection", [(f"{theirs}.linear_2", num_rows * dim)], narrow, bias=False)
 
 
-def _conditioner(config: ConditionerConfig) -> Iterator[NamedPieces]:
-    dim, out_dim = config.dim, config.out_dim
-    yield "conditioner.embedding.weight", (Piece(f"{CONDITIONER}.embed.weight", (config.vocab_size, out_dim)),)
-    if dim != out_dim:
-        yield from linear_pieces("conditioner.inward", [(f"{CONDITIONER}.in_proj", dim)], out_dim)
-    for index in range(config.num_layers):
-        ours, theirs = f"conditioner.blocks.{index}", f"{CONDITIONER}.blocks.{index}"
-        attentions = {"self_attention": ("self_attn", dim), "states_attention": ("cross_attn", config.source_dim)}
-        for mine, (name, in_dim) in attentions.items():
-            names = CrossNames("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-            attention = f"{ours}.{mine}", f"{theirs}.{name}"
-            yield from cross_attention_pieces(*attention, dim, in_dim, config.head_dim, names)
-        norms = {"self_norm": "norm_self_attn", "states_norm": "norm_cross_attn", "ffn_norm": "norm_mlp"}
-        for mine, name in norms.items():
-            yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", dim)
-        yield from linear_pieces(f"{ours}.feed_forward.up", [(f"{theirs}.mlp.0", config.ffn_dim)], dim)
-        yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.mlp.2", dim)], config.ffn_dim)
-    yield from linear_pieces("conditioner.out", [(f"{CONDITIONER}.out_proj", out_dim)], dim)
-    yield from norm_pieces("conditioner.norm", f"{CONDITIONER}.norm", out_dim)
-
-
-def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
-    """Make the channels of q and k that turn together adjacent, where parameter `name` makes any. rows: its values,
-    changed in place."""
-    *owner, part, _ = name.split(".")
+def turning_head(config: AnimaTransformerConfig, name: str) -> int | None:
+    """Return the channels of a head whose halves turn against each other in a checkpoint, for our parameter `name`."""
+    if name.startswith("conditioner."):
+        return config.conditioner.head_dim
     # A text has no positions, so the transformer's attention to it turns nothing.
-    turning = {"qkv": len(rows) // 3 * 2, "kv": len(rows) // 2, **dict.fromkeys(("q", "norm_q", "norm_k"), len(rows))}
-    if part not in turning or owner[-1] == "cross_attention":
-        return
-    config = transformer.config
-    assert isinstance(config, AnimaTransformerConfig)
-    pair_halves(rows[: turning[part]], (config.conditioner if owner[0] == "conditioner" else config).head_dim)
+    return None if ".cross_attention." in name else config.head_dim
 
 
 def is_unread(name: str) -> bool:
@@ -108,20 +79,13 @@ _BLOCK: Originals = {
     **{f"adaln_modulation_cross_attn.{index}": f"norm2.linear_{index}" for index in (1, 2)},
     **{f"adaln_modulation_mlp.{index}": f"norm3.linear_{index}" for index in (1, 2)},
 }
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-_CONDITIONER = (
-    *(f"{attention}.{name}" for attention in ("self_attn", "cross_attn") for name in _ATTENTION),
-    *("norm_self_attn", "norm_cross_attn", "norm_mlp", "mlp.0", "mlp.2"),
-)
-_AROUND = ("embed", "in_proj", "out_proj", "norm")
-
 LORA_NAMES = LoraNames(
     title="Anima",
-    same=each(f"{CONDITIONER}.blocks.{{}}", _CONDITIONER),
+    same=each(f"{CONDITIONER}.blocks.{{}}", MODULES),
     originals={
         **block_names("blocks.{}", "transformer_blocks.{}", _BLOCK),
-        **block_names("llm_adapter.blocks.{}", f"{CONDITIONER}.blocks.{{}}", {name: name for name in _CONDITIONER}),
-        **{f"llm_adapter.{name}": f"{CONDITIONER}.{name}" for name in _AROUND},
+        **block_names("llm_adapter.blocks.{}", f"{CONDITIONER}.blocks.{{}}", {name: name for name in MODULES}),
+        **{f"llm_adapter.{name}": f"{CONDITIONER}.{name}" for name in MODULES_AROUND},
         **{"x_embedder.proj.1": "patch_embed.proj", "t_embedding_norm": "time_embed.norm"},
         **{f"t_embedder.1.linear_{index}": f"time_embed.t_embedder.linear_{index}" for index in (1, 2)},
         **{f"final_layer.adaln_modulation.{index}": f"norm_out.linear_{index}" for index in (1, 2)},

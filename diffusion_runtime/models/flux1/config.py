@@ -90,9 +90,7 @@ def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
     if out_channels > in_channels:
         raise file.error("out_channels", f"{in_channels} (in_channels) or less", out_channels)
     head_dim = file.whole_number("attention_head_dim")
-    axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))
-    if sum(axes) != head_dim or any(size % 2 for size in axes):
-        raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
+    axes = file.rotary_axes("axes_dims_rope", head_dim, default=_AXES)
     return Flux1TransformerConfig(
         num_double_layers=file.layer_count("num_layers"),
         num_single_layers=file.layer_count("num_single_layers"),

@@ -122,12 +122,8 @@ def read_sizes(file: ConfigFile, waves_key: str) -> dict[str, Any]:
     if in_channels % FOLD**2:
         raise file.error("in_channels", f"a multiple of {FOLD**2}", in_channels)
     head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
-    axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", _NUM_AXES)
-    if sum(axes) != head_dim or any(size % 2 for size in axes):
-        raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
-    num_waves = file.whole_number(waves_key, 256)
-    if num_waves % 2:
-        raise file.error(waves_key, "an even number", num_waves)
+    axes = file.rotary_axes("axes_dims_rope", head_dim, _NUM_AXES, default=_AXES)
+    num_waves = file.even_number(waves_key, 256)
     return {
         "num_double_layers": file.layer_count("num_layers"),
         "num_single_layers": file.layer_count("num_single_layers"),

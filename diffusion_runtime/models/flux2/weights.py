@@ -8,7 +8,13 @@ from diffusion_runtime.models.flux2.config import Flux2TransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, swapped_halves
 from diffusion_runtime.weights.lora.stream_names import DOUBLE_STREAM_ATTENTION, embedder_names
-from diffusion_runtime.weights.pieces import NamedPieces, joint_attention_pieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.weights.pieces import (
+    NamedPieces,
+    joint_attention_pieces,
+    linear_pieces,
+    two_layer_pieces,
+    up_down_pieces,
+)
 
 
 def transformer_pieces(config: Flux2TransformerConfig) -> dict[str, tuple[Piece, ...]]:
@@ -42,8 +48,8 @@ def _double_block(ours: str, theirs: str, config: Flux2TransformerConfig) -> Ite
     dim, ffn_dim = config.dim, config.ffn_dim
     yield from joint_attention_pieces(f"{ours}.joint_attention", f"{theirs}.attn", dim, config.head_dim, bias=False)
     for mine, name in (("feed_forward", "ff"), ("text_feed_forward", "ff_context")):
-        yield from linear_pieces(f"{ours}.{mine}.up", [(f"{theirs}.{name}.linear_in", 2 * ffn_dim)], dim, bias=False)
-        yield from linear_pieces(f"{ours}.{mine}.down", [(f"{theirs}.{name}.linear_out", dim)], ffn_dim, bias=False)
+        up, down = [(f"{theirs}.{name}.linear_in", 2 * ffn_dim)], f"{theirs}.{name}.linear_out"
+        yield from up_down_pieces(f"{ours}.{mine}", up, down, dim, ffn_dim, bias=False)
 
 
 def _single_block(ours: str, theirs: str, config: Flux2TransformerConfig) -> Iterator[NamedPieces]:

@@ -80,9 +80,7 @@ def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
         raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
     num_channels, kind = _read_channels(file)
     head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
-    axis_channels = file.whole_numbers("rope_axes_dim", 3)
-    if sum(axis_channels) != head_dim or any(size % 2 for size in axis_channels):
-        raise file.error("rope_axes_dim", f"even numbers that sum to attention_head_dim, {head_dim}", axis_channels)
+    axis_channels = file.rotary_axes("rope_axes_dim", head_dim)
     side = file.whole_number("patch_size")
     return HunyuanVideoConfig(
         num_layers=file.layer_count("num_layers"),

@@ -118,9 +118,7 @@ def _starts_from_image(folder: AnyFolder, task: str) -> bool:
 
 
 def _axis_channels(file: ConfigFile, head_dim: int) -> tuple[int, int, int]:
-    channels = file.whole_numbers("rope_axes_dim", 3)
-    if sum(channels) != head_dim or any(size % 2 for size in channels):
-        raise file.error("rope_axes_dim", f"even numbers that sum to attention_head_dim, {head_dim}", channels)
+    channels = file.rotary_axes("rope_axes_dim", head_dim)
     return channels[0], channels[1], channels[2]
 
 

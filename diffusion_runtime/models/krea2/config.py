@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
+from diffusion_runtime.models.qwen_image.config import geometry_of
 
 # The pipeline folds 2 x 2 latents into a token.
 _SIDE = 2
@@ -91,9 +92,7 @@ def read_transformer_config(folder: AnyFolder) -> Krea2TransformerConfig:
         if found[whole] % found[key]:
             raise file.error(key, f"a divisor of {whole}, {found[whole]}", found[key])
     head_dim, text_heads = found["attention_head_dim"], found["text_num_attention_heads"]
-    axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))
-    if sum(axes) != head_dim or any(size % 2 for size in axes):
-        raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
+    axes = file.rotary_axes("axes_dims_rope", head_dim, default=_AXES)
     joint = found["num_attention_heads"], found["num_key_value_heads"], head_dim, found["intermediate_size"]
     text_head_dim = found["text_hidden_dim"] // text_heads
     text = text_heads, found["text_num_key_value_heads"], text_head_dim, found["text_intermediate_size"]
@@ -114,10 +113,9 @@ def read_transformer_config(folder: AnyFolder) -> Krea2TransformerConfig:
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
-    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    source = "a quarter of the transformer's in_channels"
-    num_channels = read_num_channels(file, "z_dim", transformer.num_channels, source, 16)
-    return ImageGeometry(num_channels, read_frame_factor(file, [False, True, True]), 1, PATCH)
+    return geometry_of(
+        folder, read_transformer_config(folder).num_channels, "a quarter of the transformer's in_channels"
+    )
 
 
 def read_is_distilled(folder: AnyFolder) -> bool:

@@ -27,8 +27,7 @@ _Model = Model[Krea2TransformerConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """Return the model with the weights of its norms; distilled: eight steps, no guidance, one shift for every size."""
-    model = dataclasses.replace(model, weights=dataclasses.replace(model.weights, arrange=add_one))
+    """Return the model; a distilled one with eight steps, no guidance and one shift for every size."""
     if not folder_config.read_is_distilled(model.folder):
         return model
     schedule = model.sampling.schedule
@@ -71,6 +70,6 @@ FAMILY = ModelFamily(
     read_geometry=folder_config.read_geometry,
     transformer=Krea2Transformer,
     shared_heads=lambda config: config.joint.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=is_norm),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=is_norm, arrange=add_one),
     adapt=_adapt,
 )

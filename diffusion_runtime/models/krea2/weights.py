@@ -10,7 +10,7 @@ from torch import nn
 from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_layer_pieces, up_down_pieces
 
 
 def is_norm(name: str) -> bool:
@@ -57,8 +57,7 @@ def _blocks(ours: str, theirs: str, count: int, sizes: BlockSizes) -> Iterator[N
         yield from linear_pieces(f"{mine}.self_attention.qkv_gate", inward, dim, bias=False)
         yield from linear_pieces(f"{mine}.self_attention.out", [(f"{block}.attn.to_out.0", dim)], dim, bias=False)
         up = [(f"{block}.ff.{name}", ffn_dim) for name in ("gate", "up")]
-        yield from linear_pieces(f"{mine}.feed_forward.up", up, dim, bias=False)
-        yield from linear_pieces(f"{mine}.feed_forward.down", [(f"{block}.ff.down", dim)], ffn_dim, bias=False)
+        yield from up_down_pieces(f"{mine}.feed_forward", up, f"{block}.ff.down", dim, ffn_dim, bias=False)
         for norm, (name, width) in norms.items():
             yield f"{mine}.{norm}.weight", (Piece(f"{block}.{name}.weight", (width,)),)
 

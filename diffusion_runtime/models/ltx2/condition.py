@@ -2,7 +2,8 @@
 
 An image at another frame than the first is a keyframe: its tokens follow the grid's, at the position of the frame. With
 strength s they, or those of the first frame, are at timestep t * (1 - s): at strength 1 clean in every forward pass,
-below it noise and image mixed and denoised with the clip, each prediction held to the image by s.
+below it noise and image mixed and denoised with the clip, each prediction held to the image by s. A keyframe that the
+model makes (`keyframe_interval`, the slots of diffusers' LTX2DFRPipeline) is one of strength 0 without an image.
 
 The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it.
 diffusers' pipelines call this frozen audio, and the authors audio to video.
@@ -103,9 +104,16 @@ class LTX2Conditioner(ImageConditioner):
             else:
                 keyframes.append((latents, (frame, strength)))
         keyframes.sort(key=lambda each: each[1][1] < 1)
-        further, places = (tuple(part) for part in zip(*keyframes, strict=True)) if keyframes else ((), ())
-        sound = self._sound(request, size)
-        return ImageCondition(first, further=further, sound=sound, places=places, first_strength=first_strength)
+        made = [(torch.zeros(1, channels, 1, height, width), (frame, 0.0)) for frame in request.generated_keyframes]
+        further, places = zip(*keyframes, *made, strict=True) if keyframes or made else ((), ())
+        return ImageCondition(
+            first,
+            further=further,
+            sound=self._sound(request, size),
+            places=places,
+            first_strength=first_strength,
+            num_generated=len(made),
+        )
 
     def _encoded(self, path: str, size: ClipSize, crf: int) -> torch.Tensor:
         """Encode an image to one latent frame."""

@@ -63,13 +63,16 @@ class ConditionedLatents:
 
     def held(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float) -> torch.Tensor:
         """Return the velocity to clean latents that are (1 - s) times the predicted ones and s times the image, for
-        strength s; (1 - s) * v + s * (x - image) / sigma."""
-        images = self._noised_images()
+        strength s; (1 - s) * v + s * (x - image) / sigma. Beside keyframes that the model makes, the prediction is x -
+        (1 - s) * sigma * v, of an image's own noise level: as the pipeline of diffusers' that makes them, and unlike
+        that for images alone."""
+        images, makes_keyframes = self._noised_images(), bool(self.inputs.image and self.inputs.image.num_generated)
         held = velocity.clone() if images else velocity
         places, noisy = self._noised_places(held), self._noised_places(latents)
         for place, now, (clean, strength) in zip(places, noisy, images, strict=True):
             away = now.to(place.dtype) - clean.to(place.device, place.dtype)
-            place.mul_(1 - strength).add_(away, alpha=strength / sigma)
+            own_level = 1 - strength if makes_keyframes else 1.0
+            place.mul_((1 - strength) * own_level).add_(away, alpha=strength / sigma)
         return held
 
     def complete(self, latents: torch.Tensor) -> torch.Tensor:

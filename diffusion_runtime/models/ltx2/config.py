@@ -89,7 +89,8 @@ class LTX2Config:
     projects_text: whether the text goes through a network of the transformer's own, as in LTX-2.0. modulates_text:
     whether the text is shifted and scaled before each block, and the timestep does so to its queries, as since LTX-2.3.
     text_follows_time: whether the timestep also shifts and scales the text, as in LTX-2.3 alone. can_skip_attention:
-    whether diffusers' model takes spatio-temporal guidance.
+    whether diffusers' model takes spatio-temporal guidance. marks_keyframes: whether it can make keyframes beside a
+    video, whose tokens a learned vector marks, as since LTX-2.5.
     """
 
     video: StreamConfig
@@ -103,6 +104,7 @@ class LTX2Config:
     modulates_text: bool = False
     text_follows_time: bool = False
     can_skip_attention: bool = False
+    marks_keyframes: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -118,15 +120,10 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
     projects_text, modulates_text = file.flag("use_prompt_embeddings", True), file.flag("cross_attn_mod", False)
     text_dim = file.whole_number("caption_channels") if projects_text else None
     video, audio = _read_stream(file, "", text_dim), _read_stream(file, "audio_", text_dim)
-    kind = file.values.get("rope_type", "interleaved")
-    if kind not in ("interleaved", "split"):
-        raise file.error("rope_type", "'interleaved' or 'split'", kind)
     if audio.num_heads != video.num_heads:
         raise file.error("audio_num_attention_heads", f"{video.num_heads}, num_attention_heads", audio.num_heads)
     if file.flag("audio_cross_attn_mod", False) != modulates_text:
         raise file.error("audio_cross_attn_mod", f"{shown(modulates_text)}, as cross_attn_mod", not modulates_text)
-    # Read for its type: the embedding marks generated keyframes, which this family does not make.
-    file.flag("use_keyframes_abs_pos_embedding", False)
     own, between = (
         file.whole_number(key, 1000) for key in ("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier")
     )
@@ -136,12 +133,13 @@ def read_transformer_config(folder: AnyFolder) -> LTX2Config:
         num_layers=file.layer_count("num_layers"),
         eps=file.number("norm_eps", 1e-6),
         gate_factor=between / own,
-        turns_halves=kind == "split",
+        turns_halves=file.one_of("rope_type", ("interleaved", "split")) == "split",
         positions=_read_positions(file),
         projects_text=projects_text,
         modulates_text=modulates_text,
         text_follows_time=file.flag("use_prompt_adaln_single", True) and modulates_text,
         can_skip_attention=file.flag("perturbed_attn", False),
+        marks_keyframes=file.flag("use_keyframes_abs_pos_embedding", False),
     )
 
 
@@ -152,7 +150,8 @@ def _read_stream(file: ConfigFile, prefix: str, text_dim: int | None) -> StreamC
     if out_channels != num_channels:
         raise file.error(f"{prefix}out_channels", f"{num_channels}, the number of {prefix}in_channels", out_channels)
     num_heads, head_dim = (
-        file.whole_number(f"{prefix}{name}") for name in ("num_attention_heads", "attention_head_dim")
+        file.whole_number(f"{prefix}num_attention_heads"),
+        file.even_number(f"{prefix}attention_head_dim"),
     )
     stream = StreamConfig(
         num_heads=num_heads,
@@ -162,8 +161,6 @@ def _read_stream(file: ConfigFile, prefix: str, text_dim: int | None) -> StreamC
         has_gates=file.flag(f"{prefix}gated_attn", False),
         has_ffn_bias=file.flag(f"{prefix}ff_bias", True),
     )
-    if stream.head_dim % 2:
-        raise file.error(f"{prefix}attention_head_dim", "an even number", stream.head_dim)
     source_dim = file.whole_number(f"{prefix}cross_attention_dim")
     if source_dim != stream.dim:
         raise file.error(f"{prefix}cross_attention_dim", f"{stream.dim}, the width of that stream", source_dim)

@@ -4,7 +4,8 @@ It runs LTX-2.0; LTX-2.3, whose attention has gates and whose timestep modulates
 has Gemma 4 and fewer biases: a video and its sound, from text, from an image as well, or for a given sound; with an
 upsampler a second stage at full size. Guidance is that of diffusers' LTX2Pipeline (denoising/guidance_terms.py), of
 which each term is off unless the request sets it, and the sound is guided like the pictures. Images at any frame, of
-any strength (condition.py). Not here: conditions of several frames; generated keyframes of LTX-2.5.
+any strength, and keyframes that LTX-2.5 makes beside the video (condition.py). Not here: conditions of several frames;
+its rounds that double the frame rate between keyframes.
 """
 
 from __future__ import annotations
@@ -36,15 +37,18 @@ from diffusion_runtime.models.ltx2.config import LTX2Config, read_geometry, read
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.sound_decoder import AUDIO_AUTOENCODER, VOCODER_NETWORK
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
-from diffusion_runtime.models.ltx2.weights import LORA_NAMES, pair_channels, stays_float32, transformer_pieces
+from diffusion_runtime.models.ltx2.weights import (
+    KEYFRAME_MARKER,
+    LORA_NAMES,
+    pair_channels,
+    stays_float32,
+    transformer_pieces,
+)
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.request.layers import layered
 
 # Noise levels that the authors use with a distilled transformer (ltx_pipelines/utils/constants.py).
 _SECOND_STAGE = (0.909375, 0.725, 0.421875)
-# Marks keyframes that a pass invents beside the clip (LTX-2.5), which nothing here asks for; diffusers' pipelines from
-# text, images and conditions leave it out, too.
-_UNUSED = "keyframes_abs_pos_embedding"
 # Files of the authors also hold the connectors from the text to the transformer, which are a component of a folder.
 _CONNECTORS = ("video_embeddings_connector.", "audio_embeddings_connector.")
 _STG_FIELDS = ("stg_scale", "stg_blocks", "audio_stg_scale")
@@ -75,7 +79,10 @@ def _adapt(model: _Model) -> _Model:
             defaults=layered(model.defaults, _LENGTHS),
             request_fields=(*model.request_fields, *_LENGTHS),
         )
-    weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith((_UNUSED, *_CONNECTORS)))
+    if model.config.marks_keyframes:
+        model = dataclasses.replace(model, request_fields=(*model.request_fields, "keyframe_interval"))
+    ignored = _CONNECTORS if model.config.marks_keyframes else (KEYFRAME_MARKER, *_CONNECTORS)
+    weights = dataclasses.replace(model.weights, is_ignored=lambda name: name.startswith(ignored))
     if model.config.turns_halves:
         weights = dataclasses.replace(weights, arrange=pair_channels)
     return dataclasses.replace(model, weights=weights)

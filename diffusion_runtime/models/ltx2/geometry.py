@@ -20,6 +20,11 @@ class LTX2Geometry(SoundGeometry):
 
     appends_last_image: ClassVar[bool] = True
 
+    @property
+    def keyframe_intervals(self) -> tuple[int, ...]:
+        # Those of diffusers' LTX2DFRPipeline: three or four latents.
+        return 3 * self.temporal_factor, 4 * self.temporal_factor
+
     def check(self, height: int, width: int, num_frames: int) -> None:
         """Check a size. Raises RequestError for a clip too small to decode, too."""
         super().check(height, width, num_frames)

@@ -13,6 +13,10 @@ from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.ltx2.conditioned_latents import ConditionedLatents
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 
+# The model makes keyframes beside videos of up to 30 and of 60 frames per second; quicker ones than 30 are laid out as
+# of 60 (diffusers' LTX2DFRPipeline).
+_MOST_FPS_WITH_KEYFRAMES, _FPS_WITH_KEYFRAMES = 30, 60
+
 
 @dataclass(frozen=True)
 class TokenPlan:
@@ -21,8 +25,8 @@ class TokenPlan:
     grid: of the video, frames x height x width. video: its latents [B, channels, frames, height, width], with a first
     image that counts in full; audio: those of the sound [B, channels, length, bins], which is_given says are a
     request's own. clean, noised: latents of keyframes, [B, channels, 1, height, width], whose tokens follow the grid's
-    in this order: kept ones, and ones denoised with the clip. places: frame and strength of each. first_strength: of a
-    first image, None without one.
+    in this order: kept ones, and ones denoised with the clip. places: frame and strength of each. num_generated: how
+    many of the last the model makes. first_strength: of a first image, None without one. fps: that positions are in.
     """
 
     grid: Extent
@@ -32,7 +36,9 @@ class TokenPlan:
     clean: tuple[torch.Tensor, ...]
     noised: tuple[torch.Tensor, ...]
     places: tuple[tuple[int, float], ...]
+    num_generated: int
     first_strength: float | None
+    fps: int
 
     @classmethod
     def of(cls, latents: torch.Tensor, inputs: DenoiserInputs, geometry: LTX2Geometry) -> TokenPlan:
@@ -43,7 +49,8 @@ class TokenPlan:
         parts = geometry.parts(clip, inputs.size)
         assert parts.audio is not None
         audio = conditions.sound(parts.audio)
-        keyframes = () if image is None else image.further
+        keyframes, num_generated = ((), 0) if image is None else (image.further, image.num_generated)
+        fps = inputs.size.fps
         return cls(
             grid=geometry.grid(parts.video.shape),
             video=conditions.with_image(parts.video),
@@ -53,7 +60,9 @@ class TokenPlan:
             clean=keyframes[: len(keyframes) - len(noised)],
             noised=noised,
             places=() if image is None else image.places,
+            num_generated=num_generated,
             first_strength=image.first_strength if image is not None and conditions.has_first_image else None,
+            fps=_FPS_WITH_KEYFRAMES if num_generated and fps > _MOST_FPS_WITH_KEYFRAMES else fps,
         )
 
     @property

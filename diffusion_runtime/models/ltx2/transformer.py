@@ -123,6 +123,8 @@ class LTX2Transformer(DiffusionTransformer):
         self.geometry = geometry
         self.video = Stream(config, config.video)
         self.audio = Stream(config, config.audio)
+        # Added to the tokens of single frames: of the first latent, and of keyframes that are made beside the video.
+        self.keyframe_marker = nn.Parameter(torch.zeros(1, config.video.dim)) if config.marks_keyframes else None
         self.blocks = nn.ModuleList(LTX2Block(config, index, policy) for index in range(config.num_layers))
 
     @property
@@ -148,7 +150,7 @@ class LTX2Transformer(DiffusionTransformer):
         text_context = context.with_layout(TokenLayout.text(max(1, *inputs.text.lengths), inputs.text.lengths))
         video, num_local = self._video_tokens(plan, context)
         video_time = self._video_time(plan, timestep, num_local, video.shape[1], context.sharding)
-        turns = self._turns(plan, inputs.size.fps, video.device, context)
+        turns = self._turns(plan, video.device, context)
         grid_context = context.with_layout(plan.layout(0, context.sharding.tile))
         video_context = grid_context
         if plan.places:
@@ -211,15 +213,20 @@ class LTX2Transformer(DiffusionTransformer):
         return ConditionedLatents(self.geometry, inputs).mixed(noise)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        conditions = ConditionedLatents(self.geometry, inputs)
-        return conditions.apart(conditions.settled(latents))[0]
+        return ConditionedLatents(self.geometry, inputs).settled(latents)
 
     def _video_tokens(self, plan: TokenPlan, context: AttentionContext) -> tuple[torch.Tensor, int]:
         """Return this process's tokens of the grid, then of keyframes, [B, tokens, D]; how many are the grid's."""
         dtype = self.video.out.weight.dtype
-        local = context.sharding.shard(self._tokens(plan.video.to(dtype)))
-        video = with_references(local, plan.clean, self._tokens, dtype, context)
+        tokens = self._tokens(plan.video.to(dtype))
         noised = [self._tokens(each.to(dtype)) for each in plan.noised]
+        if plan.num_generated:
+            assert self.keyframe_marker is not None
+            tokens[:, : math.prod(plan.grid[1:])] += self.keyframe_marker
+            for each in noised[-plan.num_generated :]:
+                each += self.keyframe_marker
+        local = context.sharding.shard(tokens)
+        video = with_references(local, plan.clean, self._tokens, dtype, context)
         return torch.cat([video, *noised], dim=1) if noised else video, local.shape[1]
 
     def _video_time(
@@ -247,9 +254,9 @@ class LTX2Transformer(DiffusionTransformer):
         pictures = [unpatchify(each, frame, patch, channels_first=True) for each in behind.chunk(len(plan.noised), 1)]
         return [picture.flatten(1).to(dtype) for picture in pictures]
 
-    def _turns(self, plan: TokenPlan, fps: int, device: torch.device, context: AttentionContext) -> Rotations:
+    def _turns(self, plan: TokenPlan, device: torch.device, context: AttentionContext) -> Rotations:
         """Return the rotations of this process's tokens, kept for the other steps of the request."""
-        grid, length, sharding = plan.grid, plan.length, context.sharding
+        grid, length, fps, sharding = plan.grid, plan.length, plan.fps, context.sharding
         video, audio, video_shared, audio_shared = cached_for_request(
             "rotations", (grid, length, fps), context, lambda: self._rotations(grid, length, fps, device)
         )

@@ -18,10 +18,20 @@ from diffusion_runtime.layers.across_heads_attention import AcrossHeadsCrossAtte
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
-from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.weights.pieces import (
+    NamedPieces,
+    feed_forward_pieces,
+    linear_pieces,
+    pair_halves,
+    turning_rows,
+    two_layer_pieces,
+)
 
 # Channels of the sinusoidal timestep.
 NUM_WAVES = 256
+
+# The vector that marks tokens of keyframes, in a checkpoint.
+KEYFRAME_MARKER = "keyframes_abs_pos_embedding"
 
 # Rows that are added to float32 rows of the timestep.
 _FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulation", "out_modulation"})
@@ -38,6 +48,8 @@ def transformer_pieces(config: LTX2Config) -> dict[str, tuple[Piece, ...]]:
 
 
 def _all_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
+    if config.marks_keyframes:
+        yield "keyframe_marker", (Piece(KEYFRAME_MARKER, (1, config.video.dim)),)
     yield from _stream("video", "", config.video, config, between="video", gate="video_a2v")
     yield from _stream("audio", "audio_", config.audio, config, between="audio", gate="audio_v2a")
     for index in range(config.num_layers):
@@ -107,36 +119,15 @@ def _attention_rest(ours: str, theirs: str, stream: StreamConfig, inner_dim: int
 
 
 def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
-    """Make the channels of q and k that turn together adjacent, where parameter `name` produces any. rows: its values,
+    """Make the channels of q and k that turn together adjacent, where parameter `name` makes any. rows: its values,
     changed in place."""
-    owner, _, _ = name.rpartition(".")
-    parent, _, part = owner.rpartition(".")
-    attention = transformer.get_submodule(parent)
-    if (
-        isinstance(attention, AcrossHeadsSelfAttention | AcrossHeadsCrossAttention)
-        and (of := _turning(attention, name, part)) is not None
-    ):
-        num_rows, num_heads = of
-        _pair(rows[:num_rows], num_heads)
-
-
-def _turning(
-    attention: AcrossHeadsSelfAttention | AcrossHeadsCrossAttention, name: str, part: str
-) -> tuple[int, int] | None:
-    """Return (rows, heads) of a parameter that turn: q and k, and their norms; None for others."""
-    dim = attention.norm_q.weight.shape[0]
+    turning = turning_rows(name, rows)
     # A text has no positions, so the attention over it turns nothing.
-    if ".cross_attention." in name:
-        return None
-    if part in ("norm_q", "norm_k", "q"):
-        return dim, attention.attention.num_heads
-    return {"qkv": (2 * dim, 2 * attention.attention.num_heads), "kv": (dim, attention.attention.num_heads)}.get(part)
-
-
-def _pair(rows: torch.Tensor, num_heads: int) -> None:
-    """Interleave the two halves of each head in rows [heads * head_dim, ...], in place."""
-    heads = rows.view(num_heads, 2, -1, *rows.shape[1:])
-    rows.copy_(heads.transpose(1, 2).reshape(rows.shape))
+    if turning is None or ".cross_attention." in name:
+        return
+    attention = transformer.get_submodule(name.rsplit(".", 2)[0])
+    assert isinstance(attention, AcrossHeadsSelfAttention | AcrossHeadsCrossAttention)
+    pair_halves(turning, attention.norm_q.weight.shape[0] // attention.attention.num_heads)
 
 
 _ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")

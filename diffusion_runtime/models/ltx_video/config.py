@@ -61,14 +61,12 @@ def read_transformer_config(folder: AnyFolder) -> LTXVideoConfig:
         raise file.error("out_channels", f"{num_channels}, the number of in_channels", out_channels)
     config = LTXVideoConfig(
         num_heads=file.whole_number("num_attention_heads"),
-        head_dim=file.whole_number("attention_head_dim"),
+        head_dim=file.even_number("attention_head_dim"),
         num_layers=file.layer_count("num_layers"),
         num_channels=num_channels,
         text_dim=file.whole_number("caption_channels"),
         eps=file.number("norm_eps", 1e-6),
     )
-    if config.head_dim % 2:
-        raise file.error("attention_head_dim", "an even number", config.head_dim)
     text_dim = file.whole_number("cross_attention_dim")
     if text_dim != config.dim:
         raise file.error("cross_attention_dim", f"{config.dim}, the width of the transformer", text_dim)

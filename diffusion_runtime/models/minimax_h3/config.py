@@ -1,22 +1,12 @@
-"""Config of a MiniMax-H3 folder: its transformer and latents, read from json and checked."""
+"""Config of a MiniMax-H3 folder: its transformer and schedules, read from json and checked."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import read_num_channels
-from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index, read_json_in
-from diffusion_runtime.models.generation import generation_settings
-from diffusion_runtime.models.minimax_h3.geometry import (
-    FRAME_LIMITS,
-    MOST_PIXELS,
-    REFERENCE_EDGE,
-    SHORT_EDGE,
-    MiniMaxH3Geometry,
-)
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
 TIME_TABLE = "adaln_t_table"
@@ -28,17 +18,12 @@ _INFERENCE_FILE, _WITH_GATES = "fastvideo_inference.json", "VIDEO_SPARSE_ATTN_H3
 AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
 _AXES = 3
-# The sound is a left and a right side; latents a second of each, which the rotary positions count on.
-_SIDES, _AUDIO_RATE = 2, 40
-_ENCODER_RATES = (2, 4, 4, 5, 5)
-_PATCH = (1, 2, 2)
-# Of sides, and of the area of a clip.
-_MULTIPLE, _MOST_AREA = 32, 2**26
+PATCH = (1, 2, 2)
 # Settings that the class has beside these, with the defaults that published files leave out.
 _SIZES = {
     **{"num_attention_heads": ("num_heads", 56), "attention_head_dim": ("head_dim", 128), "hidden_size": ("dim", 5376)},
     **{"ffn_dim": ("ffn_dim", 14336), "in_channels": ("num_channels", 24), "text_dim": ("text_dim", 5120)},
-    **{"audio_in_channels": ("num_audio_channels", 32), "freq_dim": ("num_waves", 256)},
+    "audio_in_channels": ("num_audio_channels", 32),
     **{"time_embed_hidden_dim": ("time_hidden_dim", 5376), "time_embed_dim": ("time_dim", 2688)},
     **{"rope_freq_dim": ("num_paces", 16)},
 }
@@ -85,7 +70,7 @@ class MiniMaxH3Config:
     @property
     def patch_channels(self) -> int:
         """Numbers of a token of the video."""
-        return self.num_channels * _PATCH[0] * _PATCH[1] * _PATCH[2]
+        return self.num_channels * PATCH[0] * PATCH[1] * PATCH[2]
 
     @property
     def num_turned(self) -> int:
@@ -97,14 +82,12 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
     """Read transformer/config.json and the schedules' files of a diffusers folder. Raises ModelLoadError that names the
     file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(("num_layers", "num_refiner_layers", "patch_size", *_SIZES, *_NUMBERS))
-    file.refuse_other_values({"patch_size": list(_PATCH)}, "as in the published model")
+    file.refuse_unknown(("num_layers", "num_refiner_layers", "freq_dim", "patch_size", *_SIZES, *_NUMBERS))
+    file.refuse_other_values({"patch_size": list(PATCH)}, "as in the published model")
     sizes = file.sizes(_SIZES)
     turned, head_dim = 2 * _AXES * sizes["num_paces"], sizes["head_dim"]
     if turned > head_dim or head_dim % 2:
         raise file.error("attention_head_dim", f"an even number of at least {turned}, 6 x rope_freq_dim", head_dim)
-    if sizes["num_waves"] % 2:
-        raise file.error("freq_dim", "an even number", sizes["num_waves"])
     theta, eps, qk_eps, out_eps = (file.number(key, default) for key, default in _NUMBERS.items())
     return MiniMaxH3Config(
         **sizes,
@@ -112,6 +95,7 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
         eps=eps,
         qk_eps=qk_eps,
         out_eps=out_eps,
+        num_waves=file.even_number("freq_dim", 256),
         num_layers=file.layer_count("num_layers", 50),
         num_refiner_layers=file.whole_number("num_refiner_layers", 2, minimum=0),
         shifts=(_read_shift(folder, "scheduler"), _read_shift(folder, "audio_scheduler")),
@@ -138,35 +122,3 @@ def _read_shift(folder: AnyFolder, component: str) -> float:
     if shift <= 0:
         raise file.error("shift", "a number above 0", shift)
     return shift
-
-
-def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
-    """Read the configs of the transformer and both autoencoders. Raises ModelLoadError that names file and key."""
-    transformer = read_transformer_config(folder)
-    video, audio = read_config(folder, "vae"), read_config(folder, AUDIO_VAE)
-    channels = read_num_channels(
-        video, "latent_channels", transformer.num_channels, "the transformer's in_channels", 24
-    )
-    audio_channels = read_num_channels(
-        audio, "latent_channels", transformer.num_audio_channels, "the transformer's audio_in_channels", 32
-    )
-    hops = audio.values.get("encoder_rates", _ENCODER_RATES)
-    rate = audio.whole_number("sampling_rate", 32000)
-    if not isinstance(hops, list | tuple) or not all(type(each) is int for each in hops):
-        raise audio.error("encoder_rates", "a list of whole numbers", hops)
-    if rate != _AUDIO_RATE * math.prod(hops):
-        raise audio.error("sampling_rate", f"{_AUDIO_RATE * math.prod(hops)}, {_AUDIO_RATE} x encoder_rates", rate)
-    index = ConfigFile(folder / INDEX_FILE, read_index(folder))
-    return MiniMaxH3Geometry(
-        num_channels=channels,
-        spatial_factor=16,
-        temporal_factor=4,
-        patch=_PATCH,
-        num_audio_channels=audio_channels,
-        num_audio_bins=_SIDES,
-        audio_rate=float(_AUDIO_RATE),
-        frame_limits=generation_settings(folder).num_frames or FRAME_LIMITS,
-        short_edge=index.whole_number("canvas_short_edge", SHORT_EDGE, _MULTIPLE),
-        most_pixels=index.whole_number("canvas_max_pixels", MOST_PIXELS, _MULTIPLE**2, _MOST_AREA),
-        reference_edge=index.whole_number("reference_image_short_edge", REFERENCE_EDGE, _MULTIPLE),
-    )

@@ -19,25 +19,13 @@ from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.models.minimax_h3 import codec
-from diffusion_runtime.models.minimax_h3.config import (
-    GATE,
-    MiniMaxH3Config,
-    config_of_file,
-    read_geometry,
-    read_transformer_config,
-)
-from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
+from diffusion_runtime.models.minimax_h3.config import GATE, MiniMaxH3Config, config_of_file, read_transformer_config
+from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry, read_geometry
 from diffusion_runtime.models.minimax_h3.keyframes import KeyframeConditioner
 from diffusion_runtime.models.minimax_h3.references import MediaConditioner, read_preparations, reference_media
 from diffusion_runtime.models.minimax_h3.text import MAX_TOKENS, NUM_LAYERS, load_text_encoder
 from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3Transformer
-from diffusion_runtime.models.minimax_h3.weights import (
-    LORA_NAMES,
-    arrange,
-    is_ignored,
-    stays_float32,
-    transformer_pieces,
-)
+from diffusion_runtime.models.minimax_h3.weights import LORA_NAMES, arrange, stays_float32, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.reference_media import FIELD
 
@@ -67,7 +55,7 @@ def _add_gates(module: nn.Module, names: Collection[str]) -> None:
 
 
 def _adapt(model: _Model) -> _Model:
-    """Return the model with its images and the order of its rows; one branch, without guidance."""
+    """Return the model with its images; one branch, without guidance."""
     if workflow_of(model.folder) == REFERENCES:
         inputs = ImageInputs(images={FIELD: True}, media=reference_media(model.geometry, model.folder))
     else:
@@ -77,7 +65,6 @@ def _adapt(model: _Model) -> _Model:
         model,
         inputs=inputs,
         sampling=dataclasses.replace(model.sampling, takes_guidance=False),
-        weights=dataclasses.replace(model.weights, arrange=arrange, is_ignored=is_ignored, prepare=_add_gates),
     )
 
 
@@ -108,7 +95,15 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=MiniMaxH3Transformer,
     shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(
+        pieces=transformer_pieces,
+        lora_names=LORA_NAMES,
+        stays_float32=stays_float32,
+        arrange=arrange,
+        # The paces of the rotary positions, which are computed.
+        is_ignored=lambda name: name == "rope.inv_freq",
+        prepare=_add_gates,
+    ),
     load_image_conditioner=_load_conditioner,
     adapt=_adapt,
 )

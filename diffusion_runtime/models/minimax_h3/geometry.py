@@ -1,4 +1,4 @@
-"""MiniMax-H3's latents: a video, 17 frames of which are 5 latent frames, and its sound on two sides."""
+"""MiniMax-H3's latents: a video, 17 frames of which are 5 latent frames, and its sound on two sides; read from json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.core.latent_geometry import ClipSize, read_num_channels
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.core.sound_geometry import SoundGeometry
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.generation import generation_settings
+from diffusion_runtime.models.minimax_h3.config import AUDIO_VAE, PATCH, read_transformer_config
 
 # The only frame rate of the training, of which the sound's 40 latents a second are five thirds.
 FPS = 24
@@ -22,6 +25,11 @@ _MOST_UNEQUAL = 4
 # Sizes of the published model: the shorter side, unless the area is more than this; the shorter side of an image that
 # is referred to.
 SHORT_EDGE, MOST_PIXELS, REFERENCE_EDGE = 768, 768 * 1344, 2048
+# Of sides, and of the area of a clip.
+_MULTIPLE, _MOST_AREA = 32, 2**26
+# The sound is a left and a right side; latents a second of each, which the rotary positions count on.
+_SIDES, _AUDIO_RATE = 2, 40
+_ENCODER_RATES = (2, 4, 4, 5, 5)
 
 
 @dataclass(frozen=True)
@@ -104,3 +112,35 @@ class MiniMaxH3Geometry(SoundGeometry):
                 f"fps: this model makes {FPS} frames a second with their sound, got {size.fps}; leave it out"
             )
         return super().audio_shape(size)
+
+
+def read_geometry(folder: AnyFolder) -> MiniMaxH3Geometry:
+    """Read the configs of the transformer and both autoencoders. Raises ModelLoadError that names file and key."""
+    transformer = read_transformer_config(folder)
+    video, audio = read_config(folder, "vae"), read_config(folder, AUDIO_VAE)
+    channels = read_num_channels(
+        video, "latent_channels", transformer.num_channels, "the transformer's in_channels", 24
+    )
+    audio_channels = read_num_channels(
+        audio, "latent_channels", transformer.num_audio_channels, "the transformer's audio_in_channels", 32
+    )
+    hops = audio.values.get("encoder_rates", _ENCODER_RATES)
+    rate = audio.whole_number("sampling_rate", 32000)
+    if not isinstance(hops, list | tuple) or not all(type(each) is int for each in hops):
+        raise audio.error("encoder_rates", "a list of whole numbers", hops)
+    if rate != _AUDIO_RATE * math.prod(hops):
+        raise audio.error("sampling_rate", f"{_AUDIO_RATE * math.prod(hops)}, {_AUDIO_RATE} x encoder_rates", rate)
+    index = ConfigFile(folder / INDEX_FILE, read_index(folder))
+    return MiniMaxH3Geometry(
+        num_channels=channels,
+        spatial_factor=16,
+        temporal_factor=4,
+        patch=PATCH,
+        num_audio_channels=audio_channels,
+        num_audio_bins=_SIDES,
+        audio_rate=float(_AUDIO_RATE),
+        frame_limits=generation_settings(folder).num_frames or FRAME_LIMITS,
+        short_edge=index.whole_number("canvas_short_edge", SHORT_EDGE, _MULTIPLE),
+        most_pixels=index.whole_number("canvas_max_pixels", MOST_PIXELS, _MULTIPLE**2, _MOST_AREA),
+        reference_edge=index.whole_number("reference_image_short_edge", REFERENCE_EDGE, _MULTIPLE),
+    )

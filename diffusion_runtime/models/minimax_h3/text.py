@@ -12,8 +12,7 @@ import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.media.media_files import media_file
-from diffusion_runtime.models.minimax_h3.config import read_geometry
-from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
+from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry, read_geometry
 from diffusion_runtime.models.minimax_h3.keyframes import keyframes_of
 from diffusion_runtime.models.minimax_h3.references import (
     Preparations,

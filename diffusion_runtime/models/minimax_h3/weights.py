@@ -15,7 +15,15 @@ from torch import nn
 from diffusion_runtime.models.minimax_h3.config import GATE, TIME_TABLE, MiniMaxH3Config
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, Rows, block_names
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, norm_pieces, pair_halves, self_attention_pieces
+from diffusion_runtime.weights.pieces import (
+    NamedPieces,
+    linear_pieces,
+    norm_pieces,
+    pair_halves,
+    self_attention_pieces,
+    turning_rows,
+    up_down_pieces,
+)
 
 _FLOAT32_LAYERS = ("patch_embedding.", "audio_embedding.", "time_embedding.", "out.", "audio_out.")
 
@@ -23,12 +31,6 @@ _FLOAT32_LAYERS = ("patch_embedding.", "audio_embedding.", "time_embedding.", "o
 def stays_float32(name: str) -> bool:
     """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
     return name.startswith(_FLOAT32_LAYERS)
-
-
-def is_ignored(name: str) -> bool:
-    """Return whether a tensor of a checkpoint is read by nothing: the paces of the rotary positions, which are
-    computed."""
-    return name == "rope.inv_freq"
 
 
 def transformer_pieces(config: MiniMaxH3Config) -> dict[str, tuple[Piece, ...]]:
@@ -70,20 +72,17 @@ def _block(ours: str, theirs: str, config: MiniMaxH3Config) -> Iterator[NamedPie
     yield from self_attention_pieces(attention, f"{theirs}.attn", dim, inner_dim, config.head_dim)
     yield from norm_pieces(f"{ours}.ffn_norm", f"{theirs}.norm2", dim)
     up = [(f"{theirs}.ff.net.0.proj", 2 * config.ffn_dim)]
-    yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
-    yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.ff.net.2", dim)], config.ffn_dim, bias=False)
+    yield from up_down_pieces(f"{ours}.feed_forward", up, f"{theirs}.ff.net.2", dim, config.ffn_dim, bias=False)
 
 
 def arrange(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
     """Put the rows of parameter `name` in our order, in place: gate before features, and channels of q and k that turn
     together next to each other."""
-    part = name.split(".")[-2]
+    turning, config = turning_rows(name, rows), transformer.config
+    assert isinstance(config, MiniMaxH3Config)
     if name.endswith(".feed_forward.up.weight"):
         rows.copy_(torch.cat(rows.chunk(2)[::-1]))
-    elif part in ("norm_q", "norm_k", "qkv") and name.startswith("blocks."):
-        config = transformer.config
-        assert isinstance(config, MiniMaxH3Config)
-        turning = rows[: len(rows) // 3 * 2] if part == "qkv" else rows
+    elif turning is not None and name.startswith("blocks."):
         pair_halves(turning, config.head_dim, config.num_turned)
 
 

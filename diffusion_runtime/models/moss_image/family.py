@@ -18,20 +18,20 @@ from diffusion_runtime.models.flux2 import codec
 from diffusion_runtime.models.moss_image.config import MossImageConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.moss_image.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.moss_image.transformer import TEXT_ROLE, MossImageTransformer
-from diffusion_runtime.models.moss_image.weights import LORA_NAMES, pair_channels, transformer_pieces
+from diffusion_runtime.models.moss_image.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.untrusted.known_settings import is_positive
+from diffusion_runtime.weights.pieces import paired_heads
 
 _Model = Model[MossImageConfig, ImageGeometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """Return the model with the order of its weights; without skip-layer guidance where it lacks the blocks."""
-    weights = dataclasses.replace(model.weights, arrange=pair_channels, is_ignored=lambda name: name == "rope.bands")
+    """Return the model, without skip-layer guidance where it lacks the blocks."""
     skipped = model.defaults.get("skip_layers") or ()
     fits = all(block < model.config.num_layers for block in skipped)
     kept = {key: each for key, each in model.defaults.items() if fits or not key.startswith("skip_layer")}
-    return dataclasses.replace(model, weights=weights, defaults=kept)
+    return dataclasses.replace(model, defaults=kept)
 
 
 def _schedule(scheduler: SchedulerConfig) -> FlowSchedule:
@@ -58,6 +58,11 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=MossImageTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
+    weights=Weights(
+        pieces=transformer_pieces,
+        lora_names=LORA_NAMES,
+        arrange=paired_heads(lambda config, _: config.head_dim),
+        is_ignored=lambda name: name == "rope.bands",
+    ),
     adapt=_adapt,
 )

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import nn
-
 from diffusion_runtime.models.moss_image.config import MossImageConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, each
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, norm_pieces, pair_halves
+from diffusion_runtime.weights.pieces import (
+    NamedPieces,
+    linear_pieces,
+    norm_pieces,
+    up_down_pieces,
+)
 
 
 def transformer_pieces(config: MossImageConfig) -> dict[str, tuple[Piece, ...]]:
@@ -35,8 +37,7 @@ def _all_pieces(config: MossImageConfig) -> Iterator[NamedPieces]:
         yield from linear_pieces(f"{ours}.qkv", [(f"{theirs}.qkv", 3 * dim)], dim)
         yield from linear_pieces(f"{ours}.out", [(f"{theirs}.proj", dim)], dim)
         up = [(f"{theirs}.{name}", ffn_dim) for name in ("ffn_up", "ffn_gate")]
-        yield from linear_pieces(f"{ours}.feed_forward.up", up, dim)
-        yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.ffn_down", dim)], ffn_dim)
+        yield from up_down_pieces(f"{ours}.feed_forward", up, f"{theirs}.ffn_down", dim, ffn_dim, bias=True)
         yield from _norms(ours, theirs, config)
     for index in range(config.num_layers):
         ours, theirs = f"blocks.{index}", f"layers.{index}"
@@ -44,8 +45,7 @@ def _all_pieces(config: MossImageConfig) -> Iterator[NamedPieces]:
         yield from linear_pieces(f"{ours}.qkv", inward, dim, bias=False)
         yield from linear_pieces(f"{ours}.out", [(f"{theirs}.proj.o", dim)], dim, bias=False)
         up = [(f"{theirs}.proj.ffn_up_gate", 2 * ffn_dim)]
-        yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
-        yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.proj.ffn_down", dim)], ffn_dim, bias=False)
+        yield from up_down_pieces(f"{ours}.feed_forward", up, f"{theirs}.proj.ffn_down", dim, ffn_dim, bias=False)
         yield from _norms(ours, theirs, config)
     yield from norm_pieces("out_norm", "final_norm_video", dim)
     yield from linear_pieces("out", [("final_linear_video", config.num_channels)], dim, bias=False)
@@ -56,18 +56,6 @@ def _norms(ours: str, theirs: str, config: MossImageConfig) -> Iterator[NamedPie
     sizes |= {"norm_q": ("q_norm", config.head_dim), "norm_k": ("k_norm", config.head_dim)}
     for mine, (name, size) in sizes.items():
         yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", size)
-
-
-def pair_channels(transformer: nn.Module, name: str, rows: torch.Tensor) -> None:
-    """Make the channels of q and k that turn together adjacent, where parameter `name` makes any. rows: its values,
-    changed in place."""
-    part = name.split(".")[-2]
-    if part not in ("qkv", "norm_q", "norm_k"):
-        return
-    config = transformer.config
-    assert isinstance(config, MossImageConfig)
-    turning = rows[: len(rows) // 3 * 2] if part == "qkv" else rows
-    pair_halves(turning, config.head_dim)
 
 
 _NORMS = ("norm1", "norm2", "q_norm", "k_norm")

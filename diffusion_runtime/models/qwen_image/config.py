@@ -84,9 +84,7 @@ def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
             "`--backend diffusers` runs it"
         )
     head_dim = file.whole_number("attention_head_dim")
-    axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))
-    if sum(axes) != head_dim or any(size % 2 for size in axes):
-        raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
+    axes = file.rotary_axes("axes_dims_rope", head_dim, default=_AXES)
     return QwenImageTransformerConfig(
         num_layers=file.layer_count("num_layers"),
         num_heads=file.whole_number("num_attention_heads"),
@@ -100,6 +98,12 @@ def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:
     """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
-    transformer, file = read_transformer_config(folder), read_config(folder, "vae")
-    num_channels = read_num_channels(file, "z_dim", transformer.num_channels, "the transformer's out_channels", 16)
+    return geometry_of(folder, read_transformer_config(folder).num_channels, "the transformer's out_channels")
+
+
+def geometry_of(folder: AnyFolder, num_channels: int, source: str) -> ImageGeometry:
+    """Read vae/config.json of a model with this autoencoder. num_channels: of its transformer's latents; source: where
+    they stand. Raises ModelLoadError that names the file and the key."""
+    file = read_config(folder, "vae")
+    read_num_channels(file, "z_dim", num_channels, source, 16)
     return ImageGeometry(num_channels, read_frame_factor(file, [False, True, True]), 1, PATCH)

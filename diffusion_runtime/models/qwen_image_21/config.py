@@ -75,9 +75,7 @@ def read_transformer_config(folder: AnyFolder) -> QwenImage21TransformerConfig:
             "a text-to-image checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
         )
     head_dim = file.whole_number("attention_head_dim", 128)
-    axes = _AXES if file.values.get("axes_dims_rope") is None else file.whole_numbers("axes_dims_rope", len(_AXES))
-    if sum(axes) != head_dim or any(size % 2 for size in axes):
-        raise file.error("axes_dims_rope", f"even numbers whose sum is attention_head_dim, {head_dim}", list(axes))
+    axes = file.rotary_axes("axes_dims_rope", head_dim, default=_AXES)
     return QwenImage21TransformerConfig(
         num_layers=file.layer_count("num_layers"),
         num_heads=file.whole_number("num_attention_heads", 32),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, each
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_layer_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_layer_pieces, up_down_pieces
 
 
 def transformer_pieces(config: QwenImage21TransformerConfig) -> dict[str, tuple[Piece, ...]]:
@@ -42,8 +42,7 @@ def _block(ours: str, theirs: str, config: QwenImage21TransformerConfig) -> Iter
         yield f"{ours}.{name}.weight", (Piece(f"{theirs}.attn.{name}.weight", (config.head_dim,)),)
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.attn.to_out.0", dim)], dim, bias=False)
     up = [(f"{theirs}.img_mlp.{name}", ffn_dim) for name in ("gate_layer", "proj")]
-    yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
-    yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{theirs}.img_mlp.out", dim)], ffn_dim, bias=False)
+    yield from up_down_pieces(f"{ours}.feed_forward", up, f"{theirs}.img_mlp.out", dim, ffn_dim, bias=False)
 
 
 LORA_NAMES = LoraNames(

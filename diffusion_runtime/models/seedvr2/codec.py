@@ -28,7 +28,7 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.seedvr2.colors import CORRECTIONS
-from diffusion_runtime.models.seedvr2.config import SeedVR2Geometry, read_geometry
+from diffusion_runtime.models.seedvr2.geometry import SeedVR2Geometry, read_geometry
 from diffusion_runtime.models.seedvr2.source import SourceFrames, scaled
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.report.attention_report import LibraryAttention

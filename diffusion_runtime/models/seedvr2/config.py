@@ -1,4 +1,4 @@
-"""Config of a SeedVR2 folder: its transformer and latents, read from json and checked.
+"""Config of a SeedVR2 folder: its transformer, read from json and checked.
 
 The authors publish no json; models/published_folders.yaml has what their YAML files say, under the keys that these
 have.
@@ -9,15 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
-from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
-from diffusion_runtime.decoders.autoencoder import COMPONENT
-from diffusion_runtime.errors import RequestError
+from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.seedvr2.windows import COUNTS
 
 PATCH = (1, 2, 2)
 NUM_WAVES = 256
-SPATIAL_FACTOR, TEMPORAL_FACTOR = 8, 4
 # Of the hidden layer of a gated feed-forward network.
 _MULTIPLE = 256
 _SIZES = {
@@ -77,8 +73,8 @@ def read_transformer_config(folder: AnyFolder) -> SeedVR2Config:
         raise file.error("vid_in_channels", f"2 x vid_out_channels + 1, {expected}", num_read)
     if sizes["head_dim"] % 2 or sizes["head_dim"] < 12:
         raise file.error("head_dim", "an even number of 12 or more", sizes["head_dim"])
-    is_gated = _choice(file, "mlp_type", "swiglu", "normal")
-    turns_text = _choice(file, "rope_type", "mmrope3d", "rope3d")
+    is_gated = file.one_of("mlp_type", ("swiglu", "normal")) == "swiglu"
+    turns_text = file.one_of("rope_type", ("mmrope3d", "rope3d")) == "mmrope3d"
     num_layers = file.layer_count("num_layers", 32)
     own = file.whole_number("mm_layers", 10, minimum=0)
     ffn_dim = sizes["dim"] * file.whole_number("expand_ratio", 4)
@@ -96,50 +92,3 @@ def read_transformer_config(folder: AnyFolder) -> SeedVR2Config:
         ends_still=turns_text,
         eps=file.number("norm_eps", 1e-5),
     )
-
-
-def _choice(file: ConfigFile, key: str, yes: str, no: str) -> bool:
-    """Return whether a key is `yes`, which it is when it is left out. Raises ModelLoadError for a third value."""
-    value = file.values.get(key, yes)
-    if value not in (yes, no):
-        raise file.error(key, f"{yes} or {no}", value)
-    return bool(value == yes)
-
-
-@dataclass(frozen=True)
-class SeedVR2Geometry(LatentGeometry):
-    """A LatentGeometry of clips of any size: what is missing to whole tokens and latent frames is added before the
-    model sees it, and left out of what is made."""
-
-    @property
-    def frame_rule(self) -> tuple[int, int]:
-        return 1, 0
-
-    def check(self, height: int, width: int, num_frames: int) -> None:
-        """Check that nothing is empty or too small. Raises RequestError."""
-        least = self.spatial_factor * self.patch[1]
-        for name, value, minimum in (("height", height, least), ("width", width, least), ("num_frames", num_frames, 1)):
-            if value < minimum:
-                raise RequestError(f"{name}: expected {minimum} or more, got {value}")
-
-    def padded(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
-        """Return height, width and frames that are whole tokens and latent frames."""
-        rows, columns = (self.spatial_factor * patch for patch in self.patch[1:])
-        frames = math.ceil((num_frames - 1) / self.temporal_factor) * self.temporal_factor + 1
-        return math.ceil(height / rows) * rows, math.ceil(width / columns) * columns, frames
-
-    def latent_shape(self, height: int, width: int, num_frames: int) -> tuple[int, int, int, int]:
-        self.check(height, width, num_frames)
-        return super().latent_shape(*self.padded(height, width, num_frames))
-
-    def tokens_of_frame(self, height: int, width: int) -> int:
-        rows, columns, _ = self.padded(height, width, 1)
-        return super().tokens_of_frame(rows, columns)
-
-
-def read_geometry(folder: AnyFolder) -> SeedVR2Geometry:
-    """Read transformer/config.json and vae/config.json. Raises ModelLoadError that names the file and the key."""
-    transformer, file = read_transformer_config(folder), read_config(folder, COMPONENT)
-    source = "the transformer's vid_out_channels"
-    num_channels = read_num_channels(file, "latent_channels", transformer.num_channels, source, 16)
-    return SeedVR2Geometry(num_channels, SPATIAL_FACTOR, TEMPORAL_FACTOR, PATCH)

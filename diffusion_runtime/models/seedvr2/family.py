@@ -10,12 +10,8 @@ from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.seedvr2 import codec
-from diffusion_runtime.models.seedvr2.config import (
-    SeedVR2Config,
-    SeedVR2Geometry,
-    read_geometry,
-    read_transformer_config,
-)
+from diffusion_runtime.models.seedvr2.config import SeedVR2Config, read_transformer_config
+from diffusion_runtime.models.seedvr2.geometry import SeedVR2Geometry, read_geometry
 from diffusion_runtime.models.seedvr2.text import NUM_TOKENS, load_text
 from diffusion_runtime.models.seedvr2.transformer import ROLE, SeedVR2Transformer
 from diffusion_runtime.models.seedvr2.weights import LORA_NAMES, stays_float32, transformer_pieces, unread_tensors

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from diffusion_runtime.models.seedvr2.config import NUM_WAVES, SeedVR2Config
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, each
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, up_down_pieces
 
 _TABLE = tuple(f"{layer}_{kind}" for layer in ("attn", "mlp") for kind in ("shift", "scale", "gate"))
 # The text that the models were trained with, in ComfyUI's own files: this package has it (text.py). The paces of the
@@ -75,13 +75,8 @@ def _stream(
         return
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.attn.proj_out.{kind}", dim)], inner)
     mlp, hidden = f"{theirs}.mlp.{kind}", config.ffn_dim
-    up = (
-        [(f"{mlp}.proj_in_gate", hidden), (f"{mlp}.proj_in", hidden)]
-        if config.is_gated
-        else [(f"{mlp}.proj_in", hidden)]
-    )
-    yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=not config.is_gated)
-    yield from linear_pieces(f"{ours}.feed_forward.down", [(f"{mlp}.proj_out", dim)], hidden, bias=not config.is_gated)
+    up = [(f"{mlp}.{name}", hidden) for name in (("proj_in_gate", "proj_in") if config.is_gated else ("proj_in",))]
+    yield from up_down_pieces(f"{ours}.feed_forward", up, f"{mlp}.proj_out", dim, hidden, bias=not config.is_gated)
 
 
 _MODULES = tuple(

@@ -189,10 +189,7 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
     if num_channels > in_channels:
         raise file.error("out_channels", f"at most in_channels, {in_channels}", num_channels)
     patch = file.whole_numbers("patch_size", 3)
-    head_dim, num_waves = file.whole_number("attention_head_dim"), file.whole_number("freq_dim")
-    for key, value in (("attention_head_dim", head_dim), ("freq_dim", num_waves)):
-        if value % 2:
-            raise file.error(key, "an even number", value)
+    head_dim, num_waves = file.even_number("attention_head_dim"), file.even_number("freq_dim")
     num_heads = file.whole_number("num_attention_heads")
     image_dim, num_placed_tokens = _read_image_tokens(file, num_heads * head_dim, in_channels - num_channels)
     num_layers = file.layer_count("num_layers")

@@ -160,13 +160,6 @@ def _with_images(model: _Model) -> _Model:
 
 def _with_experts(model: _Model) -> _Model:
     pipeline = read_pipeline_config(model.folder)
-    weights = dataclasses.replace(
-        model.weights,
-        pieces=lambda _: _pieces_with_gates(model.config),
-        prepare=_add_gates,
-        is_ignored=lambda name: name.endswith(IGNORED_SUFFIXES),
-    )
-    model = dataclasses.replace(model, weights=weights)
     if pipeline.boundary is None:
         return model
     boundary = pipeline.boundary
@@ -196,7 +189,7 @@ def _with_experts(model: _Model) -> _Model:
         make_transformer=experts,
         modules=_experts_of,
         weights=dataclasses.replace(
-            weights,
+            model.weights,
             components=COMPONENTS,
             pieces=lambda component: _pieces_with_gates(configs[component]),
         ),
@@ -262,7 +255,13 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=WanTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(
+        pieces=_pieces_with_gates,
+        lora_names=LORA_NAMES,
+        stays_float32=stays_float32,
+        prepare=_add_gates,
+        is_ignored=lambda name: name.endswith(IGNORED_SUFFIXES),
+    ),
     load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
 )

@@ -119,9 +119,9 @@ def _attention_rest(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim)
 
 
-_PARTS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
+PARTS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
 # A second cross-attention, over an image, only in Wan 2.1 I2V and FLF2V.
-_IMAGE_PARTS = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
+IMAGE_PARTS = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
 _IMAGE_EMBEDDER = {
     "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
     "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
@@ -132,8 +132,8 @@ _IMAGE = "the image attention of Wan 2.1 I2V"
 _CONTROL = "the control blocks of VACE"
 _HISTORY = "the larger patches of AnyFlow-FAR's history"
 _BLOCK = {
-    **{f"self_attn.{name}": f"attn1.{part}" for name, part in _PARTS.items()},
-    **{f"cross_attn.{name}": f"attn2.{part}" for name, part in _PARTS.items()},
+    **{f"self_attn.{name}": f"attn1.{part}" for name, part in PARTS.items()},
+    **{f"cross_attn.{name}": f"attn2.{part}" for name, part in PARTS.items()},
     "norm3": "norm2",
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",
@@ -149,7 +149,7 @@ LORA_NAMES = LoraNames(
             "blocks.{}",
             {
                 **_BLOCK,
-                **{f"cross_attn.{name}": f"attn2.{part}" for name, part in _IMAGE_PARTS.items()},
+                **{f"cross_attn.{name}": f"attn2.{part}" for name, part in IMAGE_PARTS.items()},
                 f"self_attn.{GATE}": GATE,
             },
         ),
@@ -167,7 +167,7 @@ LORA_NAMES = LoraNames(
         **_IMAGE_EMBEDDER,
     },
     absent={
-        **{f"blocks.{{}}.attn2.{part}": _IMAGE for part in _IMAGE_PARTS.values()},
+        **{f"blocks.{{}}.attn2.{part}": _IMAGE for part in IMAGE_PARTS.values()},
         **dict.fromkeys(_IMAGE_EMBEDDER.values(), _IMAGE),
         **{f"vace_blocks.{{}}.{part}": _CONTROL for part in _CONTROL_BLOCK.values()},
         "vace_patch_embedding": _CONTROL,

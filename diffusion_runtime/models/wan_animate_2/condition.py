@@ -8,6 +8,7 @@ frame of a latent frame, 1 where it is known, and the encoded frames; the drivin
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from diffusion_runtime.media.clips import each_picture
 from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.driving_video import pasted
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
+from diffusion_runtime.models.reference_images import Size
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels, load_image_conditioner
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
@@ -30,6 +32,15 @@ from diffusion_runtime.text_encoders.clip import ClipImageEncoder, load_clip_ima
 
 # Of CLIP's image encoders.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# Pixels of the published model's clips, of any ratio, and what their sides are multiples of.
+_PIXELS, _MULTIPLE = 800 * 640, 16
+
+
+def size_of_image(size: Size) -> Size:
+    """Return the height and width of the clip that is made of an image of another size."""
+    height, width = (max(1, side // _MULTIPLE) for side in size)
+    sides = math.sqrt(_PIXELS * (height / width)), math.sqrt(_PIXELS / (height / width))
+    return max(1, int(sides[0]) // _MULTIPLE) * _MULTIPLE, max(1, int(sides[1]) // _MULTIPLE) * _MULTIPLE
 
 
 class WanAnimate2Conditioner(ImageConditioner):

@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
-from diffusion_runtime.core.model_folder import AnyFolder, read_config
+from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 
-# The ordinary names of diffusers' modular pipelines: before and after distillation.
-PIPELINES = ("WanAnimate2Pipeline", "WanAnimate2DistilledPipeline")
-DISTILLED_MODULAR = "WanAnimate2DistilledModularPipeline"
-TRANSFORMER_CLASS = "WanAnimate2Transformer3DModel"
 # Of the image encoder, CLIP ViT-H/14: the class writes it down nowhere else.
 IMAGE_DIM = 1280
 _KEYS = (
     *("patch_size", "text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_dim", "num_heads"),
-    *("num_layers", "cross_attn_norm", "eps", "use_img_emb"),
-    *("refer_offset_t", "refer_offset_h", "refer_offset_w", "refer_stride"),
+    *("num_layers", "cross_attn_norm", "eps", "use_img_emb", "refer_stride"),
 )
+# Where the reference's positions begin along each axis, and by default.
+_STARTS = {"refer_offset_t": 1, "refer_offset_h": 0, "refer_offset_w": -1}
 # Positions in diffusers' table.
 _MOST_POSITIONS = 512
 
@@ -37,20 +34,17 @@ class WanAnimate2Config(WanTransformerConfig):
 def read_transformer_config(folder: AnyFolder) -> WanAnimate2Config:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KEYS)
+    file.refuse_unknown((*_KEYS, *_STARTS))
     patch = file.whole_numbers("patch_size", 3) if "patch_size" in file.values else (1, 2, 2)
     if patch[0] != 1:
         raise file.error("patch_size", "one latent frame per token", list(patch))
     dim, num_heads = file.whole_number("dim", 5120), file.whole_number("num_heads", 40)
     if dim % num_heads or (dim // num_heads) % 2:
         raise file.error("dim", f"num_heads, {num_heads}, times an even size of a head", dim)
-    num_waves = file.whole_number("freq_dim", 256)
-    if num_waves % 2:
-        raise file.error("freq_dim", "an even number", num_waves)
     num_channels, in_channels = file.whole_number("out_dim", 16), file.whole_number("in_dim", 36)
     if in_channels <= num_channels:
         raise file.error("in_dim", f"more than out_dim, {num_channels}: a mask and encoded frames too", in_channels)
-    starts = [_read_start(folder, axis, default) for axis, default in (("t", 1), ("h", 0), ("w", -1))]
+    starts = [_read_start(file, key, default) for key, default in _STARTS.items()]
     return WanAnimate2Config(
         num_layers=file.layer_count("num_layers", 40),
         num_heads=num_heads,
@@ -58,7 +52,7 @@ def read_transformer_config(folder: AnyFolder) -> WanAnimate2Config:
         ffn_dim=file.whole_number("ffn_dim", 13824),
         num_channels=num_channels,
         text_dim=file.whole_number("text_dim", 4096),
-        num_waves=num_waves,
+        num_waves=file.even_number("freq_dim", 256),
         patch=(patch[0], patch[1], patch[2]),
         norm_cross=file.flag("cross_attn_norm", True),
         eps=file.number("eps", 1e-6),
@@ -70,8 +64,7 @@ def read_transformer_config(folder: AnyFolder) -> WanAnimate2Config:
     )
 
 
-def _read_start(folder: AnyFolder, axis: str, default: int) -> int | None:
-    file, key = read_config(folder, "transformer"), f"refer_offset_{axis}"
+def _read_start(file: ConfigFile, key: str, default: int) -> int | None:
     value = file.values.get(key, default)
     if type(value) is not int or not -1 <= value < _MOST_POSITIONS:
         raise file.error(key, f"a position from 0 to {_MOST_POSITIONS - 1}, or -1 for the reference's size", value)

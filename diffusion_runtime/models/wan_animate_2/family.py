@@ -4,7 +4,6 @@ encoder and image encoder."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 
 from diffusion_runtime.core.latent_geometry import LatentGeometry
@@ -14,40 +13,26 @@ from diffusion_runtime.models.driving_video import FILES, DrivingVideo
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
-from diffusion_runtime.models.reference_images import Size
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.family import FAMILY as WAN
 from diffusion_runtime.models.wan.weights import stays_float32
-from diffusion_runtime.models.wan_animate_2.condition import load_conditioner
-from diffusion_runtime.models.wan_animate_2.config import (
-    DISTILLED_MODULAR,
-    PIPELINES,
-    TRANSFORMER_CLASS,
-    WanAnimate2Config,
-    read_geometry,
-    read_transformer_config,
-)
+from diffusion_runtime.models.wan_animate_2.condition import load_conditioner, size_of_image
+from diffusion_runtime.models.wan_animate_2.config import WanAnimate2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.wan_animate_2.text import load_text_encoder
 from diffusion_runtime.models.wan_animate_2.transformer import REFERENCE_ROLE, WanAnimate2Transformer
 from diffusion_runtime.models.wan_animate_2.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.text_encoders.clip import check_clip_image_encoder
 from diffusion_runtime.text_encoders.t5 import umt5_library
 
-# Pixels of the published model's clips, of any ratio, and what their sides are multiples of.
-_PIXELS, _MULTIPLE = 800 * 640, 16
+# The ordinary names of diffusers' modular pipelines: before and after distillation.
+_PIPELINES = ("WanAnimate2Pipeline", "WanAnimate2DistilledPipeline")
+_DISTILLED_MODULAR = "WanAnimate2DistilledModularPipeline"
 # CLIP ViT-H/14 at 224 x 224, of the reference image and of the driving video's first frame.
 _NUM_IMAGE_TOKENS = 2 * 257
 _FEW_STEPS = published_defaults("wan2.2-animate-2-14b-distilled", "num_inference_steps", "guidance_scale", "sampler")
 
 _Model = Model[WanAnimate2Config, LatentGeometry]
-
-
-def size_of_image(size: Size) -> Size:
-    """Return the height and width of the clip that is made of an image of another size."""
-    height, width = (max(1, side // _MULTIPLE) for side in size)
-    sides = math.sqrt(_PIXELS * (height / width)), math.sqrt(_PIXELS / (height / width))
-    return max(1, int(sides[0]) // _MULTIPLE) * _MULTIPLE, max(1, int(sides[1]) // _MULTIPLE) * _MULTIPLE
 
 
 def _check_parts(folder: AnyFolder) -> None:
@@ -63,7 +48,7 @@ def _is_distilled(folder: AnyFolder) -> bool:
     names = [read_index(folder).get("_class_name")]
     if (folder / MODULAR_INDEX_FILE).is_file():
         names.append(read_json_in(folder, MODULAR_INDEX_FILE).get("_class_name"))
-    return not {PIPELINES[1], DISTILLED_MODULAR}.isdisjoint(name for name in names if isinstance(name, str))
+    return not {_PIPELINES[1], _DISTILLED_MODULAR}.isdisjoint(name for name in names if isinstance(name, str))
 
 
 def _adapt(model: _Model) -> _Model:
@@ -92,8 +77,8 @@ def _text_shapes(_: AnyFolder, config: WanAnimate2Config) -> TextShapes:
 FAMILY: ModelFamily[WanAnimate2Config, LatentGeometry] = ModelFamily(
     name="wan_animate_2",
     files=FolderFormat(
-        transformer_classes=(TRANSFORMER_CLASS,),
-        pipeline_classes=PIPELINES,
+        transformer_classes=("WanAnimate2Transformer3DModel",),
+        pipeline_classes=_PIPELINES,
         diffusers_components=(codec.AUTOENCODER,),
         # Made from their own defaults, which the runtime knows.
         unread=("image_processor", "video_processor"),
@@ -108,6 +93,5 @@ FAMILY: ModelFamily[WanAnimate2Config, LatentGeometry] = ModelFamily(
     transformer=WanAnimate2Transformer,
     shared_heads=lambda config: config.num_heads,
     weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
-    load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
 )

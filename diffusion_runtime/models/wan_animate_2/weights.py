@@ -8,36 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 
 from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.weights import IMAGE_PARTS, PARTS
+from diffusion_runtime.models.wan.weights import LORA_NAMES as WAN_NAMES
 from diffusion_runtime.models.wan.weights import transformer_pieces as base_pieces
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names
 
-# Names in a block of Wan's checkpoints -> here.
-_IN_BLOCK = {
-    "attn1": "self_attn",
-    "attn2": "cross_attn",
-    "norm2": "norm3",
-    "ffn.net.0.proj": "ffn.0",
-    "ffn.net.2": "ffn.2",
-    "scale_shift_table": "modulation",
-}
-_OUTSIDE = {
-    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
-    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
-    "condition_embedder.time_proj": "time_projection.1",
-    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
-    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
-    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
-    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
-    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
-    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
-    "proj_out": "head.head",
-    "scale_shift_table": "head.modulation",
-}
-_BLOCK = re.compile(r"(blocks\.\d+)\.(.+)")
+# Names of Wan's modules in diffusers' folders -> in the authors' files.
+_AUTHORS = {str(theirs): name for name, theirs in WAN_NAMES.originals.items() if not name.startswith(("vace", "far"))}
+# Layers of attention alone keep diffusers' names within it.
+_ATTENTION = {"attn1": "self_attn", "attn2": "cross_attn"}
+_MODULE = re.compile(r"(?P<block>blocks\.\d+\.)?(?P<module>.+?)(?P<kind>\.weight|\.bias)?")
 
 
 def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, ...]]:
@@ -50,31 +33,26 @@ def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, .
 
 def _renamed(name: str) -> str:
     """Return the name of a tensor in this checkpoint, from that in one of Wan."""
-    match = _BLOCK.fullmatch(name)
-    if match is None:
-        return _with_prefix(name, _OUTSIDE)
-    return f"{match[1]}.{_with_prefix(match[2], _IN_BLOCK)}"
+    match = _MODULE.fullmatch(name)
+    assert match is not None
+    block, module, kind = match["block"] or "", match["module"], match["kind"] or ""
+    attention, _, layer = module.partition(".")
+    if attention in _ATTENTION:
+        return f"{block}{_ATTENTION[attention]}.{layer}{kind}"
+    theirs = _AUTHORS[f"blocks.{{}}.{module}" if block else module]
+    return f"{block}{theirs.removeprefix('blocks.{}.')}{kind}"
 
 
-def _with_prefix(name: str, table: Mapping[str, str]) -> str:
-    for theirs, ours in table.items():
-        if name == theirs or name.startswith(f"{theirs}."):
-            return ours + name[len(theirs) :]
-    return name
-
-
-_PARTS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
-_IMAGE_PARTS = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
 _NAMES: Originals = {
-    **{f"self_attn.{name}": f"self_attn.{part}" for name, part in _PARTS.items()},
-    **{f"cross_attn.{name}": f"cross_attn.{part}" for name, part in {**_PARTS, **_IMAGE_PARTS}.items()},
+    **{f"self_attn.{name}": f"self_attn.{part}" for name, part in PARTS.items()},
+    **{f"cross_attn.{name}": f"cross_attn.{part}" for name, part in {**PARTS, **IMAGE_PARTS}.items()},
     **{name: name for name in ("norm3", "ffn.0", "ffn.2", "modulation")},
 }
 
 LORA_NAMES = LoraNames(
     title="Wan-Animate 2",
     shares_names_of="Wan",
-    same=("patch_embedding", *_OUTSIDE.values()),
+    same=tuple(name for name in _AUTHORS.values() if "{}" not in name),
     originals={
         **block_names("blocks.{}", "blocks.{}", _NAMES),
         **block_names("blocks.{}.block", "blocks.{}", _NAMES),

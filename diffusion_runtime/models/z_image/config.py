@@ -90,9 +90,7 @@ def read_transformer_config(folder: AnyFolder) -> ZImageTransformerConfig:
         raise file.error("dim", f"a multiple of n_heads, {num_heads}", dim)
     if file.whole_number("n_kv_heads", num_heads) != num_heads:
         raise file.error("n_kv_heads", f"n_heads, {num_heads}", file.values["n_kv_heads"])
-    axes = file.whole_numbers("axes_dims", 3)
-    if sum(axes) != dim // num_heads or any(size % 2 for size in axes):
-        raise file.error("axes_dims", f"even numbers whose sum is the head size, {dim // num_heads}", list(axes))
+    axes = file.rotary_axes("axes_dims", dim // num_heads, of="the head size")
     return ZImageTransformerConfig(
         num_layers=file.layer_count("n_layers"),
         num_refiner_layers=file.layer_count("n_refiner_layers"),

@@ -41,9 +41,6 @@ _Model = Model[ZImageTransformerConfig, ImageGeometry]
 def _adapt(model: _Model) -> _Model:
     """Return the model with the defaults of the one before distillation where the scheduler has its flow shift:
     published folders of the two differ in nothing else that can be read."""
-    # A norm of the authors' own files, which their model does not use.
-    weights = dataclasses.replace(model.weights, is_ignored=lambda name: name == "norm_final.weight")
-    model = dataclasses.replace(model, weights=weights)
     if model.sampling.scheduler.defaults.get("flow_shift") != _BASE_FLOW_SHIFT:
         return model
     return dataclasses.replace(model, defaults={**model.defaults, **_BASE_DEFAULTS})
@@ -71,6 +68,11 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=ZImageTransformer,
     shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
+    weights=Weights(
+        pieces=transformer_pieces,
+        lora_names=LORA_NAMES,
+        # A norm of the authors' own files, which their model does not use.
+        is_ignored=lambda name: name == "norm_final.weight",
+    ),
     adapt=_adapt,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, each
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, up_down_pieces
 
 # The one patch size of the published models, as the checkpoint spells it.
 _PATCH = "2-1"
@@ -55,11 +55,9 @@ def _block_pieces(
     }
     for mine, name in norms.items():
         yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (dim,)),)
-    up = [(f"{theirs}.feed_forward.{name}", config.ffn_dim) for name in ("w1", "w3")]
-    yield from linear_pieces(f"{ours}.feed_forward.up", up, dim, bias=False)
-    yield from linear_pieces(
-        f"{ours}.feed_forward.down", [(f"{theirs}.feed_forward.w2", dim)], config.ffn_dim, bias=False
-    )
+    mine, name, ffn_dim = f"{ours}.feed_forward", f"{theirs}.feed_forward", config.ffn_dim
+    up = [(f"{name}.{part}", ffn_dim) for part in ("w1", "w3")]
+    yield from up_down_pieces(mine, up, f"{name}.w2", dim, ffn_dim, bias=False)
     if is_modulated:
         yield from linear_pieces(
             f"{ours}.modulation", [(f"{theirs}.adaLN_modulation.0", 4 * dim)], config.conditioning_dim

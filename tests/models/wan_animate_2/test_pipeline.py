@@ -23,7 +23,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.generation.saved_latents import read_head, read_latents
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.driving_video import size_inside
-from diffusion_runtime.models.wan_animate_2.family import size_of_image
+from diffusion_runtime.models.wan_animate_2.condition import size_of_image
 
 # What importing diffusers' modular pipelines says about packages that are not here, and its eager FlexAttention.
 pytestmark = pytest.mark.filterwarnings("ignore")
