@@ -24,6 +24,7 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, p
 from diffusion_runtime.core.hardware import device_of_process
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.media.content_credentials import signer_of
 from diffusion_runtime.session.batch import BatchResult, Done, Item, run_batch
 from diffusion_runtime.session.coordinator import Coordinator, SingleProcessCoordinator
 from diffusion_runtime.session.failures import INTERRUPTED
@@ -60,7 +61,8 @@ def run_generate(
         settings = settings.on_processes(coordinator.world.size)
     if output_flags.stream is not None or output_flags.interactive:
         output_flags = for_stream(output_flags, settings)
-    outputs = Outputs.parse(output_flags.output_path, output_flags.file_format)
+    signer = signer_of(output_flags.sign, output_flags.cert)
+    outputs = Outputs.parse(output_flags.output_path, output_flags.file_format, signer)
     for request in settings.requests:
         if request.num_frames is not None:
             outputs.format_for(request)

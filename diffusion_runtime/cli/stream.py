@@ -49,6 +49,8 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
         "--resume": flags.resume,
         "--profile": flags.profile,
         "--attention-plot": flags.attention_plot,
+        "--sign": flags.sign,
+        "--cert": flags.cert,
     }
     for name, value in others.items():
         if value:

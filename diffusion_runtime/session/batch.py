@@ -199,7 +199,9 @@ def _run_item(
         write_started = time.perf_counter()
         if media is not None:
             finish = functools.partial(_finish, outcomes, request, media, started, write_started)
-            save = functools.partial(media.save, target, overwrite=False, on_published=finish, writer=writer)
+            save = functools.partial(
+                media.save, target, overwrite=False, on_published=finish, writer=writer, signer=outputs.signer
+            )
             path, failure = coordinator.attempt(lambda: coordinator.path_from_first(save))
     if failure is not None:
         left = num_items - number

@@ -81,6 +81,8 @@ HOMES = {
     "prometheus_client": ("serving/metrics.py",),
     "sqlite3": ("serving",),
     "matplotlib": ("benchmark/plot",),
+    "c2pa": ("media/content_credentials.py",),
+    "cryptography": ("media/content_credentials.py",),
     "lpips": ("comparison/frame_metrics.py",),
     "pyarrow": ("batches/row_files.py", "batches/ray_data.py"),
     "ray": ("serving/on_ray", "batches/ray_data.py"),
