@@ -203,7 +203,7 @@ def _read(file: Any, media_type: str) -> Manifest:
 
 def _manifest(found: Any, state: str | None) -> Manifest:
     """found: what the package read of an untrusted file, state: its judgement."""
-    active = _mapping(_mapping(_mapping(found).get("manifests")).get(_mapping(found).get("active_manifest")))
+    active = _mapping(_mapping(_mapping(found).get("manifests")).get(str(_mapping(found).get("active_manifest"))))
     signature = _mapping(active.get("signature_info"))
     statuses = _listed(_mapping(found).get("validation_status"))
     problems = [
@@ -298,8 +298,8 @@ def _checked_key(text: bytes, path: Path, chain: bytes, chain_path: Path) -> tup
     begin, end = own.not_valid_before_utc, own.not_valid_after_utc
     if not begin <= now <= end:
         raise ConfigError(
-            f"--cert: {shown_path(chain_path)}: its first certificate is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}; "
-            "renew it"
+            f"--cert: {shown_path(chain_path)}: its first certificate is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}"
+            "; renew it"
         )
     plain = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
