@@ -19,6 +19,7 @@ from diffusion_runtime.benchmark.step_model import is_published
 from diffusion_runtime.config import RuntimeConfig, benchmark_options
 from diffusion_runtime.core.hardware import detect_hardware
 from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
+from diffusion_runtime.explanation.stage_times import StageTimes, is_offloaded, measured_of
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.media.ffmpeg import INSTALL, has_ffmpeg
@@ -81,6 +82,7 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
     request = pipeline.resolve(GenerationRequest(PROMPT, **values), choice.preset)
     device, dtype, runtime = pipeline.device, pipeline.dtype, pipeline.recipe["runtime"]
     rows = [_row("ours", pipeline, request, choice.num_warm, on_progress, is_random=is_random, load_s=load_s)]
+    kept = _keep(pipeline, request, rows[0], name if choice.changes is None else "")
     pipeline.close()
     release_device_memory(device)
     if choice.with_diffusers and not is_random:
@@ -97,7 +99,26 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
         settings={name: runtime[name] for name in _SETTINGS},
         remarks=tuple(_remarks(request, images, is_random=is_random)),
         file_format=_file_format(request),
+        kept_in=kept,
     )
+
+
+def _keep(pipeline: GenerationPipeline, request: GenerationRequest, row: GenerationRow, name: str) -> str | None:
+    """Keep what was measured for `--dry-run` and `explain`; return where, None where nothing is kept. name: of the
+    model, empty for one of other sizes than the model of that name."""
+    if not row.warm:
+        return None
+    times = StageTimes(pipeline.recipe, name)
+    measured = measured_of(
+        pipeline.recipe,
+        pipeline.rules,
+        request,
+        row.runs,
+        row.warm,
+        _file_format(request),
+        is_offloaded=is_offloaded(pipeline),
+    )
+    return str(times.path) if times.keep(measured) else None
 
 
 def _file_format(request: GenerationRequest) -> str:

@@ -41,7 +41,8 @@ class GenerationRow:
 @dataclass(frozen=True)
 class GenerationBenchmark:
     """All rows of one run. model, device: in words. remarks: what the figures are not of, such as random weights.
-    settings: of ours, by the names of RuntimeConfig. file_format: of the files whose writing is timed."""
+    settings: of ours, by the names of RuntimeConfig. file_format: of the files whose writing is timed. kept_in: the
+    file that keeps our times for later plans, None where they are not kept."""
 
     model: str
     device: str
@@ -52,6 +53,7 @@ class GenerationBenchmark:
     remarks: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     file_format: str = "mp4"
+    kept_in: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -70,6 +72,7 @@ class GenerationBenchmark:
             "request": dict(self.request),
             "file_format": self.file_format,
             "remarks": list(self.remarks),
+            "kept_in": self.kept_in,
             "rows": [
                 {
                     "name": row.name,

@@ -80,8 +80,8 @@ class GivenFiles:
                 "cannot be verified"
             )
         raise ConfigError(
-            f"{name}: it was made with a file that is not in it, of digest {shown(digest[:_SHOWN_DIGITS])}...; give that "
-            "file with --input: none of those given has this digest"
+            f"{name}: it was made with a file that is not in it, of digest {shown(digest[:_SHOWN_DIGITS])}...; give "
+            "that file with --input: none of those given has this digest"
         )
 
 

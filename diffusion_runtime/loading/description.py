@@ -83,6 +83,11 @@ class PipelineDescription:
         """The folder of the model."""
         return self.model_folder.path
 
+    @property
+    def is_offloaded(self) -> bool:
+        """True where weights would wait in the machine's memory."""
+        return (self.config.offload if self.memory is None else self.memory.offload) in ("model", "layers")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `weights` (fingerprints of
         the files that `runtime` and `attention` name), `weight_bytes` (sizes of such files), `attention`, `version`,

@@ -341,6 +341,7 @@ LOADERS_BY_NAME = {
     "startup/importing.py": "packages of others",
     "decoders/autoencoder.py": "packages of others",
     "text_encoders/gemma.py": "packages of others",
+    "media/content_credentials.py": "the version, of the package root",
     "media/__init__.py": "its own files, so that programs that write text alone need no numpy",
     "models/registry.py": "a family's files, when a folder asks for it",
 }
