@@ -16,8 +16,9 @@ class GenerationRow:
     """One way to generate. name: `ours` or `diffusers`.
 
     state: measured, failed, or left out (diffusers cannot run the folder); reason: why it is not `measured`. runs:
-    seconds by stage of each generation, the first one cold; a stage that is not there was not computed. load_s: seconds
-    until the model could generate. ran: the attention report of the last generation, by line.
+    seconds by stage of each generation, the first one cold; a stage that is not there was not computed. steps: mean
+    seconds of a step after the first one, of each generation, None for one step. load_s: seconds until the model could
+    generate. ran: the attention report of the last generation, by line.
     """
 
     name: str
@@ -25,6 +26,7 @@ class GenerationRow:
     reason: str = ""
     load_s: float | None = None
     runs: tuple[Mapping[str, float], ...] = ()
+    steps: tuple[float | None, ...] = ()
     ran: tuple[str, ...] = ()
 
     @property
@@ -36,6 +38,12 @@ class GenerationRow:
         """The median of each stage over all generations but the first."""
         later = self.runs[1:]
         return {stage: statistics.median(run[stage] for run in later) for stage in later[0]} if later else {}
+
+    @property
+    def step_s(self) -> float | None:
+        """The median seconds of a step over all generations but the first."""
+        later = [each for each in self.steps[1:] if each is not None]
+        return statistics.median(later) if later else None
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class GenerationBenchmark:
                     "load_s": row.load_s,
                     "cold_s": dict(row.cold),
                     "warm_s": dict(row.warm),
+                    "step_s": row.step_s,
                     "runs": [dict(run) for run in row.runs],
                     "ran": list(row.ran),
                 }

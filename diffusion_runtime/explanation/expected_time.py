@@ -33,19 +33,20 @@ from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.request.generation_request import GenerationRequest
 
 _LINEAR, _QUADRATIC = 2, 3
+_LEAST_SHOWN = 0.001
 
 
 @dataclass(frozen=True)
 class ExpectedTime:
     """The expectation of one generation. seconds: by stage, without those that nothing is known of. per_step: seconds
-    of a denoising step, None where unknown; num_steps: so many. first: seconds of denoising that the first generation
-    of a process takes beside its steps. basis: the measured sizes that the figures rest on; advice: what measures the
-    others, empty where all stages are known."""
+    of a denoising step, None where unknown; num_steps: so many. once: seconds of denoising beside the steps, which the
+    first generation of a process has more of. basis: the measured sizes that the figures rest on; advice: what measures
+    the others, empty where all stages are known."""
 
     seconds: Mapping[str, float]
     num_steps: int
     per_step: float | None = None
-    first: float = 0.0
+    once: float = 0.0
     basis: str = ""
     advice: str = ""
 
@@ -61,8 +62,8 @@ class ExpectedTime:
             seconds = self.seconds.get(stage)
             text = "not measured on this machine" if seconds is None else seconds_text(seconds)
             if stage == DENOISE and seconds is not None and self.per_step is not None:
-                first = f" + {seconds_text(self.first)} of a process's first" if self.first >= 0.001 else ""
-                text = f"{text}: {self.num_steps} x {seconds_text(self.per_step)}{first}"
+                once = f" + {seconds_text(self.once)} once" if self.once >= _LEAST_SHOWN else ""
+                text = f"{text}: {self.num_steps} x {seconds_text(self.per_step)}{once}"
             rows.append((stage, text))
         if self.total is not None:
             rows.append(("together", seconds_text(self.total)))
@@ -78,7 +79,7 @@ class ExpectedTime:
             "seconds": {name: round(each, 4) for name, each in self.seconds.items()},
             "num_steps": self.num_steps,
             "seconds_per_step": self.per_step,
-            "first_seconds": self.first,
+            "seconds_once": self.once,
             "basis": self.basis,
             "advice": self.advice,
         }
@@ -116,8 +117,8 @@ def expected_time(
     texts = [value for row in rows if (value := _run(row, is_first).get(TEXT)) is not None]
     seconds[TEXT] = statistics.median(texts) if texts else None
     per_step = at(_per_step, in_tokens=True)
-    first = at(_first_of_denoising, in_tokens=True) if is_first else 0.0
-    seconds[DENOISE] = None if per_step is None or first is None else num_steps * per_step + first
+    once = at(lambda row: _once(row, is_first), in_tokens=True)
+    seconds[DENOISE] = None if per_step is None or once is None else num_steps * per_step + once
     seconds[DECODE] = at(lambda row: _run(row, is_first).get(DECODE))
     seconds[WRITE] = at(lambda row: _run(row, is_first).get(WRITE) if row.file_format == file_format else None)
     known = {name: value for name, value in seconds.items() if value is not None}
@@ -126,7 +127,7 @@ def expected_time(
         known,
         num_steps,
         per_step,
-        first or 0.0,
+        once or 0.0,
         _basis(rows),
         "" if len(known) == len(STAGES) else _advice(model_path, size),
     )
@@ -198,14 +199,13 @@ def _run(row: Measured, is_first: bool) -> Mapping[str, float]:
 
 def _per_step(row: Measured) -> float | None:
     seconds = row.warm.get(DENOISE)
-    return None if seconds is None else seconds / row.num_steps
+    return None if seconds is None else seconds / row.num_steps if row.step is None else row.step
 
 
-def _first_of_denoising(row: Measured) -> float | None:
-    """Return the seconds that the first generation of a process takes for more than its steps."""
-    if DENOISE not in row.cold or DENOISE not in row.warm:
-        return None
-    return max(0.0, row.cold[DENOISE] - row.warm[DENOISE])
+def _once(row: Measured, is_first: bool) -> float | None:
+    """Return the seconds of denoising that are none of the steps'."""
+    seconds, step = _run(row, is_first).get(DENOISE), _per_step(row)
+    return None if seconds is None or step is None else max(0.0, seconds - row.num_steps * step)
 
 
 def _basis(rows: Sequence[Measured]) -> str:

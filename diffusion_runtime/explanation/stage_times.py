@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from diffusion_runtime.generation.interface import GenerationPipeline, Generatio
 from diffusion_runtime.models.published import published_model_of
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.request_rules import RequestRules
-from diffusion_runtime.untrusted.json_text import read_json_file
+from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
 
 SCHEMA = "diffusion_runtime.stage_times/1"
 TEXT, DENOISE, DECODE, WRITE = STAGES = ("text", "denoise", "decode", "write")
@@ -53,7 +53,8 @@ _logger = logging.getLogger("diffusion_runtime.explanation")
 class Measured:
     """One benchmark. how: digest of all that must be equal for its figures to hold, besides size, steps and format.
     num_tokens: of the grid, None where the model does not say; num_pixels: of all frames. cold: seconds by stage of the
-    first generation of a process; warm: the medians of those after it."""
+    first generation of a process; warm: the medians of those after it. step: seconds of a step of those, without what
+    their first step does once; None where one step was all."""
 
     how: str
     size: tuple[int, int, int]
@@ -62,6 +63,7 @@ class Measured:
     file_format: str
     cold: Mapping[str, float]
     warm: Mapping[str, float]
+    step: float | None
 
     @property
     def num_pixels(self) -> int:
@@ -77,15 +79,18 @@ class Measured:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Measured:
         """Raises KeyError, TypeError and ValueError for anything else than `asdict` of one."""
-        tokens = values["num_tokens"]
+        tokens, step = values["num_tokens"], values["step"]
         frames, height, width = (int(each) for each in values["size"])
+        cold, warm = ({str(name): _seconds(each) for name, each in values[when].items()} for when in ("cold", "warm"))
         return cls(
-            str(values["how"]),
-            (frames, height, width),
-            None if tokens is None else int(tokens),
-            int(values["num_steps"]),
-            str(values["file_format"]),
-            *({str(name): _seconds(each) for name, each in values[when].items()} for when in ("cold", "warm")),
+            how=str(values["how"]),
+            size=(frames, height, width),
+            num_tokens=None if tokens is None else int(tokens),
+            num_steps=int(values["num_steps"]),
+            file_format=str(values["file_format"]),
+            cold=cold,
+            warm=warm,
+            step=None if step is None else _seconds(step),
         )
 
 
@@ -105,7 +110,7 @@ class StageTimes:
             "dtype": model["dtype"],
         }
         # As it comes back from the file.
-        self._facts: dict[str, Any] = json.loads(json.dumps(facts))
+        self._facts: dict[str, Any] = parse_json(json.dumps(facts))
         digest = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16]
         self.path: Path = cache_root() / "stage_times" / f"{digest}.json"
 
@@ -186,22 +191,23 @@ def measured_of(
     recipe: Mapping[str, Any],
     rules: GenerationRules,
     request: GenerationRequest,
-    runs: Sequence[Mapping[str, float]],
+    cold: Mapping[str, float],
     warm: Mapping[str, float],
+    step: float | None,
     file_format: str,
     *,
     is_offloaded: bool,
 ) -> Measured:
-    """Return what a benchmark of a resolved request measured. runs: seconds by stage of each generation, the first one
-    cold; warm: of those after it."""
+    """Return what a benchmark of a resolved request measured. cold, warm, step: as of Measured."""
     return Measured(
         how_of(recipe, rules, request, is_offloaded=is_offloaded),
         size_of(request),
         num_tokens_of(rules, request),
         request.num_inference_steps or 1,
         file_format,
-        dict(runs[0]),
+        dict(cold),
         dict(warm),
+        step,
     )
 
 

@@ -16,13 +16,23 @@ import numpy
 import pytest
 from cli_support import Command
 from PIL import Image
+from sample_media import make_media
 from tables import table
 
 from diffusion_runtime.comparison import untrusted_recipe
 from diffusion_runtime.comparison.untrusted_recipe import GivenFiles, config_of, request_of
-from diffusion_runtime.comparison.verification import CLOSE, DIFFERENT, IDENTICAL, Difference, _Likeness, _verdict
+from diffusion_runtime.comparison.verification import (
+    CLOSE,
+    DIFFERENT,
+    IDENTICAL,
+    Difference,
+    _compare_sound,
+    _Likeness,
+    _verdict,
+)
 from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
+from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.media.sidecar import RECIPE_SCHEMA
 from diffusion_runtime.models.weight_fingerprint import fingerprint
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, GenerationRequest
@@ -66,6 +76,28 @@ def test_verdict_allows_rounding_elsewhere_and_no_other_model() -> None:
     ]
     for arguments, expected in cases:
         assert _verdict(*arguments)[0] == expected, arguments
+
+
+@table("file_format", ["wav", "mp4"])
+def test_sound_is_compared_too(file_format: str, tmp_path: Path) -> None:
+    wave = numpy.sin(numpy.arange(8000, dtype=numpy.float32) / 20)[None] / 2
+    changed = wave.copy()
+    changed[0, 4000:] *= 0.9
+    paths = []
+    for name, samples in (("one", wave), ("same", wave), ("other", changed)):
+        media = make_media(5, audio=Audio(samples, 8000))
+        paths.append(media.save(tmp_path / f"{name}.{file_format}"))
+    sound = Audio(wave, 8000)
+    same, other = (_compare_sound(path, paths[0], sound) for path in paths[1:])
+    assert same == _Likeness(True, 100.0)
+    assert other is not None
+    assert other.psnr_db is not None
+    assert 30 < other.psnr_db < 50
+    assert not other.is_equal
+    mute = _compare_sound(make_media(5).save(tmp_path / "mute.mp4"), paths[0], sound)
+    assert mute is not None
+    assert mute.reason == "the recipe makes sound, and the file has none"
+    assert _compare_sound(tmp_path / "a.gif", paths[0], sound) is None
 
 
 def test_every_option_that_changes_the_output_is_decided() -> None:

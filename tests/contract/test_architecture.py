@@ -93,7 +93,7 @@ EXEMPT = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - EXEMPT)
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
 # What is read of files and JSON elsewhere: messages between processes of one run, a file of the system, our own values;
-# media/generated.py and media/reading.py open what they wrote or have checked.
+# media/content_credentials.py, media/generated.py and media/reading.py open what was written or checked.
 OWN_TEXTS = {
     "attention/machine_cache.py",
     "batches/result_folder.py",
@@ -101,6 +101,7 @@ OWN_TEXTS = {
     "attention/self_check.py",
     "cli/generation.py",
     "cli/terminal.py",
+    "media/content_credentials.py",
     "media/generated.py",
     "media/reading.py",
     "memory/machine_memory.py",
@@ -242,6 +243,7 @@ OWN_WRITERS = {
     "batches/result_folder.py": "a journal of lines; what a kill leaves of one is cut when it is begun again",
     "benchmark/plot.py": "into what published() gives",
     "benchmark/sample_images.py": "images in a temporary folder",
+    "explanation/stage_times.py": "a cache, renamed from core.cache_folder.complete_file",
     "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
     "cli/launching.py": "prompts for other processes, in a temporary folder",
     "decoders/latent_upsampler.py": "settings in a temporary folder",
@@ -250,6 +252,7 @@ OWN_WRITERS = {
     "startup/remembered_imports.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
     "media/attention_plot.py": "into what published() gives",
     "media/audio.py": "an encoder: into the file that it is given, a temporary one",
+    "media/content_credentials.py": "signed copies: into the file that it is given, a temporary one",
     "media/encode.py": "encoders: into the file that they are given, a temporary one",
     "media/generated.py": "a sidecar, renamed with its clip by publish_pair",
     "media/growing_clip.py": "a file that is watched while it grows; finished by a rename",
