@@ -97,18 +97,18 @@ def _show(result: Verification) -> None:
     """Print the verdict, what was compared, and what is not as it was."""
     from diffusion_runtime.cli.consoles import console_on_stdout
     from diffusion_runtime.cli.tables import facts_table, plain_table
-    from diffusion_runtime.comparison.verification import DIFFERENT
+    from diffusion_runtime.comparison.verification import DIFFERENT, IDENTICAL
     from diffusion_runtime.untrusted.printable import printable
 
     console = console_on_stdout()
     verdict = "NOT REPRODUCED" if result.verdict == DIFFERENT else "reproduced"
     facts: list[tuple[str, object]] = [("file", result.path), ("verdict", f"{verdict}: {result.reason}")]
-    if result.psnr_db is not None:
+    if result.psnr_db is not None and result.verdict != IDENTICAL:
         worst = f"; the worst frame, {result.worst_frame}, {result.worst_psnr_db:.1f} dB"
         facts.append(
             ("frames", f"{result.num_frames}, {result.psnr_db:.1f} dB{worst if result.num_frames > 1 else ''}")
         )
-    if result.sound_psnr_db is not None:
+    if result.sound_psnr_db is not None and result.verdict != IDENTICAL:
         facts.append(("sound", f"{result.sound_psnr_db:.1f} dB"))
     console.print(facts_table(facts, "Verification"))
     rows = [tuple(map(printable, (each.name, each.then, each.now))) for each in result.differences[:_MAX_DIFFERENCES]]

@@ -221,8 +221,8 @@ def _published(name: Any, key: str) -> str:
         what = f"the recipe's model is {shown(name)}, and a file or folder of that name is here"
     else:
         return name
-    flag = "--model-path" if key == "model_path" else "--input"
-    raise ConfigError(f"{key}: {what}; say which model it is with {flag}")
+    advice = "say where it is with --model-path" if key == "model_path" else "this file cannot be verified"
+    raise ConfigError(f"{key}: {what}; {advice}")
 
 
 def _sha256(path: str) -> str:
