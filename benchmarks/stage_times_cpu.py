@@ -63,7 +63,13 @@ class Model:
 CLIPS, MADE = ((5, 64, 64), (9, 96, 96), (13, 144, 144)), ((5, 64, 64), (5, 96, 96), (9, 128, 128), (13, 144, 144))
 MODELS = (
     Model("shapes", CLIPS, MADE, 12),
-    Model("shapes-causal", CLIPS, MADE, 4),
+    # Between clips of equal length alone.
+    Model(
+        "shapes-causal",
+        ((9, 64, 64), (9, 96, 96), (9, 144, 144)),
+        ((9, 64, 64), (9, 80, 80), (9, 128, 128), (9, 144, 144)),
+        4,
+    ),
     Model(
         "wan2.1-1.3b",
         ((5, 96, 96), (9, 128, 128), (13, 192, 192)),

@@ -94,7 +94,7 @@ def _show(media: MediaFile, manifest: Manifest | None) -> None:
 
 
 def _manifest_rows(manifest: Manifest) -> list[tuple[str, object]]:
-    """What a manifest of an untrusted file says, and whether it may be believed."""
+    """Return what a manifest of an untrusted file says, and whether its signature holds, as rows."""
     if manifest.holds is None:
         return [("signature", f"not checked: {manifest.problems[0]}")]
     problems = "; ".join(_cut(printable(each)) for each in manifest.problems[:_MAX_PROBLEMS])

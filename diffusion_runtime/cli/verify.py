@@ -17,7 +17,7 @@ EPILOG = """[bold]Examples[/]
 
 diffusion-runtime verify outputs/a-red-circle-moving-left-seed0.mp4
 
-diffusion-runtime verify edited.png --input photo.jpg --model-path /models/FLUX.1-Kontext-dev
+diffusion-runtime verify edited.png --input photo.jpg --model-path flux.1-kontext-dev
 
 diffusion-runtime verify clip.mp4 --device cpu --json
 """

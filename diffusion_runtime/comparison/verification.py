@@ -190,8 +190,8 @@ def _attention(values: Mapping[str, Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Likeness:
-    """How alike two clips or sounds are. is_equal: to the bit. psnr_db: None for other sizes or lengths, as `reason`
-    says."""
+    """The likeness of two clips or sounds. is_equal: to the bit. psnr_db: None for other sizes or lengths, which
+    `reason` names."""
 
     is_equal: bool
     psnr_db: float | None

@@ -149,7 +149,8 @@ class StageTimes:
 
 def how_of(recipe: Mapping[str, Any], rules: GenerationRules, request: GenerationRequest, *, is_offloaded: bool) -> str:
     """Return a digest of all that the time of a stage depends on, besides the size, the steps and the format: the
-    options, what attention was decided, how processes share the work, and the fields of the resolved request."""
+    options, what attention was decided, how processes share the work, the fields of the resolved request, and of a
+    causal model the frames."""
     rows = [{key: row[key] for key in _DECISION_KEYS} for row in recipe["attention"]]
     fields = {
         name: len(image_paths(request, name)) if name in INPUT_FIELDS else getattr(request, name)
@@ -162,9 +163,15 @@ def how_of(recipe: Mapping[str, Any], rules: GenerationRules, request: Generatio
         "parallel": recipe.get("parallel"),
         "is_offloaded": is_offloaded,
         "is_guided": rules.is_guided(request),
+        # A clip that is made chunk by chunk has so many passes for each of its chunks, whatever their tokens.
+        "num_frames": request.num_frames if _is_in_chunks(rules) else None,
         "fields": fields,
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _is_in_chunks(rules: GenerationRules) -> bool:
+    return isinstance(rules, RequestRules) and rules.sampling.is_causal
 
 
 def is_offloaded(pipeline: GenerationPipeline) -> bool:

@@ -20,9 +20,9 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is measured here is for no later plan."""
-    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def test_stages_cold_and_warm_beside_diffusers(command: Command, tiny_wan_folder: Path) -> None:
