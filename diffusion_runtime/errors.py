@@ -22,7 +22,8 @@ machine with the same model. A server answers them with 4xx, and any other, whic
 repair, with 5xx.
 
 `Cancelled` is none of them: requests that whoever watched their progress cancelled are no failure.
-`tune` returns 6 where no setting is within its budget (BUDGET_NOT_MET).
+`tune` returns 6 where no setting is within its budget (BUDGET_NOT_MET), `verify` 7 for a file that its recipe does not
+make (NOT_REPRODUCED).
 A message states what was expected, what was there, and what to type instead.
 """
 
@@ -35,6 +36,8 @@ from typing import ClassVar
 
 # The exit code of `tune` where no setting meets the budget; what it wrote is the nearest.
 BUDGET_NOT_MET = 6
+# The exit code of `verify` where the recipe makes other frames than the file's.
+NOT_REPRODUCED = 7
 
 MAX_SHOWN_CHARACTERS = 80
 MAX_LINE_CHARACTERS = 240

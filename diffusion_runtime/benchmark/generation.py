@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +19,9 @@ from diffusion_runtime.benchmark.sample_images import sample_images
 from diffusion_runtime.benchmark.step_model import is_published
 from diffusion_runtime.config import RuntimeConfig, benchmark_options
 from diffusion_runtime.core.hardware import detect_hardware
+from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import DiffusionRuntimeError, UsageError
+from diffusion_runtime.explanation.stage_times import StageTimes, is_offloaded, measured_of
 from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.media.ffmpeg import INSTALL, has_ffmpeg
@@ -81,6 +84,7 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
     request = pipeline.resolve(GenerationRequest(PROMPT, **values), choice.preset)
     device, dtype, runtime = pipeline.device, pipeline.dtype, pipeline.recipe["runtime"]
     rows = [_row("ours", pipeline, request, choice.num_warm, on_progress, is_random=is_random, load_s=load_s)]
+    kept = _keep(pipeline, request, rows[0], name if choice.changes is None else "")
     pipeline.close()
     release_device_memory(device)
     if choice.with_diffusers and not is_random:
@@ -97,7 +101,27 @@ def _benchmark(choice: GenerationChoice, folder: Path, on_progress: OnProgress) 
         settings={name: runtime[name] for name in _SETTINGS},
         remarks=tuple(_remarks(request, images, is_random=is_random)),
         file_format=_file_format(request),
+        kept_in=kept,
     )
+
+
+def _keep(pipeline: GenerationPipeline, request: GenerationRequest, row: GenerationRow, name: str) -> str | None:
+    """Keep what was measured for `--dry-run` and `explain`; return where, None where nothing is kept. name: of the
+    model, empty for one of other sizes than the model of that name."""
+    if not row.warm:
+        return None
+    times = StageTimes(pipeline.recipe, name)
+    measured = measured_of(
+        pipeline.recipe,
+        pipeline.rules,
+        request,
+        row.runs[0],
+        row.warm,
+        row.step_s,
+        _file_format(request),
+        is_offloaded=is_offloaded(pipeline),
+    )
+    return str(times.path) if times.keep(measured) else None
 
 
 def _file_format(request: GenerationRequest) -> str:
@@ -167,12 +191,14 @@ def _row(
 ) -> GenerationRow:
     row = GenerationRow(name, "measured", load_s=load_s)
     runs: list[dict[str, float]] = []
+    steps: list[float | None] = []
     ran = ""
     try:
         for number in range(1 + num_warm):
             on_progress(f"{name}, {'cold' if number == 0 else f'warm, {number} of {num_warm}'}")
-            seconds, ran = _seconds(pipeline, request)
+            seconds, step_s, ran = _seconds(pipeline, request)
             runs.append(seconds)
+            steps.append(step_s)
     except UsageError:
         raise
     except Exception as error:  # any exception of a kernel, a compiler or a package
@@ -180,17 +206,42 @@ def _row(
     if is_random:
         for run in runs:
             del run["text"]
-    return replace(row, runs=tuple(runs), ran=tuple(ran.splitlines()))
+    return replace(row, runs=tuple(runs), steps=tuple(steps), ran=tuple(ran.splitlines()))
 
 
-def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> tuple[dict[str, float], str]:
-    """Return the seconds by stage of one generation as the command runs it, and its attention report: encoding the file
-    begins while frames are decoded."""
+class _StepTimes:
+    """The seconds between reports of progress within denoising. The first step of a pass over the steps also makes what
+    all of them share, and is not among them; a video in chunks or segments has several passes."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._later: list[float] = []
+        self._before = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.stage != "denoise":
+            return
+        if progress.step > 0:
+            self._num_steps += 1
+        if progress.step > 1:
+            self._later.append(progress.seconds - self._before)
+        self._before = progress.seconds
+
+    def per_step(self, num_steps: int) -> float | None:
+        """Return the mean seconds of one of `num_steps` steps of a request; None where there is no later step."""
+        return statistics.mean(self._later) * self._num_steps / num_steps if self._later else None
+
+
+def _seconds(pipeline: GenerationPipeline, request: GenerationRequest) -> tuple[dict[str, float], float | None, str]:
+    """Return the seconds by stage of one generation as the command runs it, those of a step, and its attention report:
+    encoding the file begins while frames are decoded."""
+    steps = _StepTimes()
     with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as folder:
         path = Path(folder) / f"made.{_file_format(request)}"
         with FileWriter(path) as writer:
-            media = pipeline(request, on_progress=lambda _: None, open_sink=writer.open)
+            media = pipeline(request, on_progress=steps, open_sink=writer.open)
             begin = time.perf_counter()
             media.save(path, writer=writer)
             timings = {**media.timings, "write": time.perf_counter() - begin}
-    return {stage: timings[stage] for stage in STAGES if stage in timings}, str(media.attention_report)
+    seconds = {stage: timings[stage] for stage in STAGES if stage in timings}
+    return seconds, steps.per_step(request.num_inference_steps or 1), str(media.attention_report)

@@ -16,8 +16,9 @@ class GenerationRow:
     """One way to generate. name: `ours` or `diffusers`.
 
     state: measured, failed, or left out (diffusers cannot run the folder); reason: why it is not `measured`. runs:
-    seconds by stage of each generation, the first one cold; a stage that is not there was not computed. load_s: seconds
-    until the model could generate. ran: the attention report of the last generation, by line.
+    seconds by stage of each generation, the first one cold; a stage that is not there was not computed. steps: mean
+    seconds of a step after the first one, of each generation, None for one step. load_s: seconds until the model could
+    generate. ran: the attention report of the last generation, by line.
     """
 
     name: str
@@ -25,6 +26,7 @@ class GenerationRow:
     reason: str = ""
     load_s: float | None = None
     runs: tuple[Mapping[str, float], ...] = ()
+    steps: tuple[float | None, ...] = ()
     ran: tuple[str, ...] = ()
 
     @property
@@ -37,11 +39,18 @@ class GenerationRow:
         later = self.runs[1:]
         return {stage: statistics.median(run[stage] for run in later) for stage in later[0]} if later else {}
 
+    @property
+    def step_s(self) -> float | None:
+        """The median seconds of a step over all generations but the first."""
+        later = [each for each in self.steps[1:] if each is not None]
+        return statistics.median(later) if later else None
+
 
 @dataclass(frozen=True)
 class GenerationBenchmark:
     """All rows of one run. model, device: in words. remarks: what the figures are not of, such as random weights.
-    settings: of ours, by the names of RuntimeConfig. file_format: of the files whose writing is timed."""
+    settings: of ours, by the names of RuntimeConfig. file_format: of the files whose writing is timed. kept_in: the
+    file that keeps our times for later plans, None where they are not kept."""
 
     model: str
     device: str
@@ -52,6 +61,7 @@ class GenerationBenchmark:
     remarks: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     file_format: str = "mp4"
+    kept_in: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -70,6 +80,7 @@ class GenerationBenchmark:
             "request": dict(self.request),
             "file_format": self.file_format,
             "remarks": list(self.remarks),
+            "kept_in": self.kept_in,
             "rows": [
                 {
                     "name": row.name,
@@ -78,6 +89,7 @@ class GenerationBenchmark:
                     "load_s": row.load_s,
                     "cold_s": dict(row.cold),
                     "warm_s": dict(row.warm),
+                    "step_s": row.step_s,
                     "runs": [dict(run) for run in row.runs],
                     "ran": list(row.ran),
                 }

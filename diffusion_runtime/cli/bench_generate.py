@@ -121,6 +121,8 @@ def show(result: GenerationBenchmark) -> None:
             console.print(Text(line))
     for remark in result.remarks:
         console.print(Text(remark))
+    if result.kept_in is not None:
+        console.print(Text(f"kept for --dry-run and explain in {result.kept_in}"))
 
 
 def _cells(result: GenerationBenchmark) -> list[tuple[str, ...]]:

@@ -21,6 +21,7 @@ from diffusion_runtime.session.outputs import Outputs
 if TYPE_CHECKING:
     from diffusion_runtime.attention.select import Decision
     from diffusion_runtime.config import LoraConfig, RuntimeConfig
+    from diffusion_runtime.explanation.expected_time import ExpectedTime
     from diffusion_runtime.loading.description import PipelineDescription
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
@@ -34,12 +35,15 @@ def show_plan(
     description: PipelineDescription, items: Sequence[Item], outputs: Outputs, terminal: Terminal, *, as_json: bool
 ) -> int:
     """Show what `description` and `items` lead to; the exit code is the one an item that cannot be made has, else 0."""
+    from diffusion_runtime.explanation.expected_time import planned_times, seconds_text
+
     makeable = [item.request for item in items if item.failure is None]
     paths = outputs.predict(makeable)
     failures = [item.failure for item in items if item.failure is not None]
     exit_code = failures[0].exit_code if failures else 0
+    expected = planned_times(description, makeable, outputs.format_for)
     if as_json:
-        put_on_stdout(json_text(_to_json_object(description, items, paths, exit_code)))
+        put_on_stdout(json_text(_to_json_object(description, items, paths, exit_code, expected)))
         return exit_code
     terminal.say("Dry run: no weights are loaded and nothing is written.")
     facts: list[tuple[str, object]] = [
@@ -80,6 +84,13 @@ def show_plan(
         terminal.show(facts_table(description.memory.rows(), "Memory that it would take"))
         for note in description.memory.demand.notes:
             terminal.warn(note)
+    if expected:
+        terminal.show(facts_table(expected[0].rows(), "Seconds that it would take on this machine, without loading"))
+        together = [each.total for each in expected if each.total is not None]
+        if len(expected) > 1 and len(together) == len(expected):
+            terminal.say(f"{len(expected)} files together: {seconds_text(sum(together))}")
+    else:
+        terminal.say("Seconds: not known of a device that is not here")
     if description.attention:
         terminal.show(attention_plan(description))
     else:
@@ -164,7 +175,11 @@ def _rejected(decision: Decision) -> str:
 
 
 def _to_json_object(
-    description: PipelineDescription, items: Sequence[Item], paths: Sequence[Path], exit_code: int
+    description: PipelineDescription,
+    items: Sequence[Item],
+    paths: Sequence[Path],
+    exit_code: int,
+    expected: Sequence[ExpectedTime],
 ) -> dict[str, Any]:
     waiting = iter(paths)
     rows_of_items: list[dict[str, Any]] = []
@@ -181,6 +196,8 @@ def _to_json_object(
             )
         else:
             rows_of_items.append({**known, **item.failure.to_dict()})
+    for row, each in zip((row for row in rows_of_items if "request" in row), expected, strict=False):
+        row["expected_time"] = each.to_dict()
     return {
         "schema": SCHEMA,
         **{key: value for key, value in description.to_dict().items() if key != "schema"},

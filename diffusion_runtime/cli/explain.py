@@ -20,6 +20,7 @@ from diffusion_runtime.cli.tables import facts_table, plain_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 
 if TYPE_CHECKING:
+    from diffusion_runtime.explanation.expected_time import ExpectedTime
     from diffusion_runtime.explanation.explanation import Explanation
     from diffusion_runtime.loading.interface import Prepared
     from diffusion_runtime.request.generation_request import GenerationRequest
@@ -58,10 +59,17 @@ def explain(context: typer.Context, **given: Any) -> None:
 
             write_page(explanation, html)
             terminal.say(f"wrote {html}")
+    from diffusion_runtime.explanation.expected_time import planned_times
+
+    # The format that `generate` writes unless it is told another one.
+    expected = planned_times(
+        explanation.description, [explanation.request], lambda request: "png" if request.num_frames == 1 else "mp4"
+    )
     if as_json:
-        put_on_stdout(json_text(explanation.to_dict()))
+        times = {"expected_time": expected[0].to_dict() if expected else None}
+        put_on_stdout(json_text({**explanation.to_dict(), **times}))
         return
-    _show(explanation, terminal)
+    _show(explanation, terminal, expected)
     for remark in explanation.remarks:
         terminal.warn(remark)
     if others:
@@ -112,7 +120,7 @@ def _needed_images(
         yield {name: path for name, path in made.items() if name in missing}
 
 
-def _show(explanation: Explanation, terminal: Terminal) -> None:
+def _show(explanation: Explanation, terminal: Terminal, expected: Sequence[ExpectedTime]) -> None:
     """Tables of at most 100 columns on standard output; with `--log-format json` as lines of the log."""
 
     put = terminal.show if terminal.log_format == "json" else console_on_stdout().print
@@ -164,8 +172,10 @@ def _show(explanation: Explanation, terminal: Terminal) -> None:
         for part in explanation.parts
     ]
     put(plain_table(("part", "T operations", "computed", "expected time"), parts, "What the request would cost"))
-    terminal.say("Expected time: by what one H200 reached in bfloat16; `bench generate` measures it.")
+    terminal.say("Expected time: shares by what one H200 reached in bfloat16.")
     terminal.say(f"Of it {explanation.step_text}.")
+    if expected:
+        put(facts_table(expected[0].rows(), "Seconds that it would take on this machine, without loading"))
     if description.planned_on is not None:
         terminal.say(description.planned_on.note)
     if description.memory is not None:

@@ -20,23 +20,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from diffusion_runtime.media import MediaFile
+    from diffusion_runtime.media.content_credentials import Manifest
 
 SCHEMA = "diffusion_runtime.info/1"
 # A recipe of this program has some 60 values, and a prompt is the longest.
 _MAX_VALUES = 100
 _MAX_VALUE_CHARACTERS = 2000
 _MAX_REMARKS = 50
+_MAX_PROBLEMS = 5
 
 
 def run_info(path: str, *, as_json: bool) -> int:
     """The verb: what is known of `path`, on standard output. Raises OutputError."""
     from diffusion_runtime.media import read_media_file
+    from diffusion_runtime.media.content_credentials import read_manifest
 
     media = read_media_file(path, also=WEIGHT_SUFFIXES)
+    manifest = read_manifest(media.path, media.format)
     if as_json:
-        put_on_stdout(json_text(_to_json_object(media)))
+        put_on_stdout(json_text(_to_json_object(media, manifest)))
         return 0
-    _show(media)
+    _show(media, manifest)
     return 0
 
 
@@ -59,7 +63,7 @@ def run_latents_info(path: str, *, as_json: bool) -> int:
     return 0
 
 
-def _to_json_object(media: MediaFile) -> dict[str, Any]:
+def _to_json_object(media: MediaFile, manifest: Manifest | None) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "path": str(media.path),
@@ -73,10 +77,11 @@ def _to_json_object(media: MediaFile) -> dict[str, Any]:
         "attention_report": media.attention_report,
         "timings": media.timings,
         "audio": media.audio,
+        "c2pa": None if manifest is None else manifest.to_dict(),
     }
 
 
-def _show(media: MediaFile) -> None:
+def _show(media: MediaFile, manifest: Manifest | None) -> None:
     from rich.text import Text
 
     console = console_on_stdout()
@@ -89,6 +94,8 @@ def _show(media: MediaFile) -> None:
         facts.append(("sound", _describe_sound(media.audio, media.path)))
     facts.append(("bytes", f"{media.num_bytes:,}"))
     console.print(facts_table(facts, f"{media.format} file"))
+    if manifest is not None:
+        console.print(facts_table(_manifest_rows(manifest), "\nC2PA manifest"))
     if media.recipe is None:
         console.print("No recipe: this file or its sidecar was not written by diffusion-runtime, or lost it.")
         return
@@ -110,6 +117,23 @@ def _show_recipe(recipe: Mapping[str, Any], console: Console) -> None:
     console.print(facts_table(values[:_MAX_VALUES], "\nRecipe"))
     if len(values) > _MAX_VALUES:
         console.print(f"and {len(values) - _MAX_VALUES} more values; --json has all")
+
+
+def _manifest_rows(manifest: Manifest) -> list[tuple[str, object]]:
+    """Return what a manifest of an untrusted file says, and whether its signature holds, as rows."""
+    if manifest.holds is None:
+        return [("signature", f"not checked: {manifest.problems[0]}")]
+    problems = "; ".join(_cut(printable(each)) for each in manifest.problems[:_MAX_PROBLEMS])
+    signer = f"{manifest.signed_by} ({manifest.issuer})" if manifest.issuer else manifest.signed_by
+    trust = "on a list of trusted ones" if manifest.is_trusted else "on no list of trusted ones that is known here"
+    rows = (
+        ("signature", "holds: the file is as it was signed" if manifest.holds else f"DOES NOT HOLD: {problems}"),
+        ("signed by", f"{signer}, {manifest.algorithm}; the certificate is {trust}" if signer else ""),
+        ("written by", manifest.generator),
+        ("made by", f"a model ({manifest.source_type})" if manifest.is_made_by_model else manifest.source_type),
+        ("recipe", "inside the manifest" if manifest.recipe is not None else "not in the manifest"),
+    )
+    return [(name, _cut(printable(text))) for name, text in rows if text]
 
 
 def _describe_sound(audio: Mapping[str, Any], path: Path) -> str:

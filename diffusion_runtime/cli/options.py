@@ -263,6 +263,19 @@ class OutputFlags:
             metavar="FILE.png",
         ),
     ] = None
+    sign: Annotated[
+        str | None,
+        option(
+            OUTPUT,
+            "Sign each file: a C2PA manifest says that a model made it, and from which recipe. See docs/verifying.md.",
+            "--sign",
+            metavar="KEY.pem",
+        ),
+    ] = None
+    cert: Annotated[
+        str | None,
+        option(OUTPUT, "With --sign: the key's certificate, then those that signed it.", "--cert", metavar="FILE.pem"),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 _ParserError: type[Exception] = typer.BadParameter.__mro__[1]
 
 # Flags of `generate` that are about how the command itself writes and reports.
-_NOT_HERE = ("file_format", "as_json", "dry_run", "resume", "profile", "attention_plot", "quiet", "verbose")
+_NOT_HERE = (
+    "file_format",
+    "as_json",
+    "dry_run",
+    "resume",
+    "profile",
+    "attention_plot",
+    "sign",
+    "cert",
+    "quiet",
+    "verbose",
+)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ def for_stream(flags: OutputFlags, settings: Settings) -> OutputFlags:
         "--save-latents": flags.save_latents,
         "--profile": flags.profile,
         "--attention-plot": flags.attention_plot,
+        "--sign": flags.sign,
+        "--cert": flags.cert,
     }
     for name, value in others.items():
         if value:

@@ -27,8 +27,8 @@ diffusion-runtime upscale clip.mp4 ComfyUI/models/SEEDVR2/seedvr2_ema_3b_fp16.sa
 """
 # Request fields that have flags here.
 _FIELDS = ("num_frames", "video_first_frame", "segment_frames", "segment_overlap", "color_correction")
-# Flags of generate that mean nothing to a video that is there.
-_LEFT_OUT = ("stream", "interactive", "attention_plot", "allow_url", "from_file", "preset")
+# Flags of generate that mean nothing to a video that is there: a manifest would call it a model's work.
+_LEFT_OUT = ("stream", "interactive", "attention_plot", "allow_url", "from_file", "preset", "sign", "cert")
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ VERBS = {
         "completion", "Print a script that completes commands, flags, backends, models, presets and roles in a shell."
     ),
     "info": Verb("info_command", "Show what a file is: how it was made, or which model a LoRA or weights are for."),
+    "verify": Verb("verify", "Verify a file: make it again from the recipe that it holds, and compare."),
     "bench": Verb(
         "bench", "Measure how fast this machine is.", (("step", "bench_step"), ("generate", "bench_generate"))
     ),

@@ -20,11 +20,17 @@ _LPIPS_TRUNK = "alexnet-owt-7be5be79.pth"
 def psnr_db(frames: numpy.ndarray, reference: numpy.ndarray) -> float:
     """Return the PSNR from the mean squared error over the whole clip, in dB, at most MAX_PSNR_DB."""
     # Frame by frame: a clip as float64 would take eight times its memory.
-    errors = [
-        float(numpy.square(mine.astype(numpy.float32) - its.astype(numpy.float32)).mean(dtype=numpy.float64))
-        for mine, its in zip(frames, reference, strict=True)
-    ]
-    error = sum(errors) / len(errors)
+    errors = [squared_error(mine, its) for mine, its in zip(frames, reference, strict=True)]
+    return psnr_of_error(sum(errors) / len(errors))
+
+
+def squared_error(frame: numpy.ndarray, reference: numpy.ndarray) -> float:
+    """Return the mean squared error of a frame, uint8 [height, width, 3]."""
+    return float(numpy.square(frame.astype(numpy.float32) - reference.astype(numpy.float32)).mean(dtype=numpy.float64))
+
+
+def psnr_of_error(error: float) -> float:
+    """Return the PSNR of a mean squared error of values in [0, 255], in dB, at most MAX_PSNR_DB."""
     return MAX_PSNR_DB if error == 0 else min(MAX_PSNR_DB, float(10 * numpy.log10(255.0**2 / error)))
 
 

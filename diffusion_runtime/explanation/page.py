@@ -9,7 +9,7 @@ from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.page.assets import single_page
 
 # What the page does not show, and what names folders of this machine.
-_LEFT_OUT = ("runtime", "weights", "weight_bytes", "planned_on", "libraries", "version")
+_LEFT_OUT = ("runtime", "weights", "weight_bytes", "planned_on", "libraries", "version", "made_with")
 
 
 def write_page(explanation: Explanation, path: Path) -> None:

@@ -17,6 +17,7 @@ from diffusion_runtime.attention.self_check import SelfCheck
 from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.core.planned_device import PlannedDevice
+from diffusion_runtime.core.software import made_with
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.memory.plan import MemoryPlan
@@ -82,9 +83,15 @@ class PipelineDescription:
         """The folder of the model."""
         return self.model_folder.path
 
+    @property
+    def is_offloaded(self) -> bool:
+        """True where weights would wait in the machine's memory."""
+        return (self.config.offload if self.memory is None else self.memory.offload) in ("model", "layers")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a recipe keeps them: `runtime` (RuntimeConfig fields), `model`, `weights` (fingerprints of
-        the files that `runtime` and `attention` name), `weight_bytes` (sizes of such files), `attention`, `version`."""
+        the files that `runtime` and `attention` name), `weight_bytes` (sizes of such files), `attention`, `version`,
+        `made_with` (versions of libraries, and the processor)."""
         plain = dataclasses.replace(self.config, attention=None, attention_override=None)
         commit = commit_of(self.folder)
         levels = {"attention": self.config.attention, "attention_override": self.config.attention_override}
@@ -109,6 +116,7 @@ class PipelineDescription:
             **({"weights": weights} if (weights := self._fingerprints(commit)) else {}),
             **({"weight_bytes": sizes} if (sizes := weight_bytes(self.config)) else {}),
             "attention": [planned.to_dict() for planned in self.attention],
+            **({} if self.planned_on is not None else {"made_with": made_with(self.device)}),
             **({} if self.degrees.num_processes == 1 else {"parallel": self.degrees.to_dict()}),
         }
 

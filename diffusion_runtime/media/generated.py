@@ -15,6 +15,7 @@ import numpy
 
 from diffusion_runtime.errors import ConfigError, OutputError, shown
 from diffusion_runtime.media.audio import Audio, write_wav
+from diffusion_runtime.media.content_credentials import Signer, check_signable
 from diffusion_runtime.media.encode import FrameChunks, encode
 from diffusion_runtime.media.file_writer import ClipHeader, FileWriter
 from diffusion_runtime.media.formats import FORMATS_WITH_SOUND, SOUND_FORMATS, check_format, check_writable, format_of
@@ -87,6 +88,7 @@ class GeneratedMedia:
         overwrite: bool = True,
         on_published: Callable[[Path], None] | None = None,
         writer: FileWriter | None = None,
+        signer: Signer | None = None,
     ) -> Path:
         """Write the file and its sidecar `NAME.json`; the extension selects the format. Returns the file's path.
 
@@ -95,22 +97,28 @@ class GeneratedMedia:
         (`out-2.mp4`); else the .wav of the file that is overwritten is replaced with it. The files appear complete or
         not at all; partial files of processes that no longer run are removed from the folder. on_published: called with
         the path before an interruption can come between. writer: has written this clip for this folder and format, with
-        the same bytes, while it was decoded; with another clip, or none, everything is written now.
+        the same bytes, while it was decoded; with another clip, or none, everything is written now. signer: adds a C2PA
+        manifest to the file, and to a .wav beside it.
 
-        Raises ConfigError for an extension that is unknown or cannot hold what was generated, MissingPackageError for
-        an mp4 where there is no ffmpeg, OutputError when writing fails.
+        Raises ConfigError for an extension that is unknown or cannot hold what was generated, or a manifest,
+        MissingPackageError for an mp4 where there is no ffmpeg, OutputError when writing fails.
         """
         target = Path(path)
         file_format = check_format(format_of(target), self.num_frames, has_sound=self.audio is not None, fps=self.fps)
         check_writable(file_format, self.num_frames)
+        if signer is not None:
+            check_signable(file_format)
         started = time.perf_counter()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned_files(target.parent)
             with (
                 temporary_file(target.parent) as sidecar_file,
-                self._media_file(file_format, target.parent, writer) as (media_file, sound_file),
+                self._media_file(file_format, target.parent, writer) as (unsigned_file, unsigned_sound),
+                self._signed(signer, unsigned_file, file_format) as media_file,
+                self._signed(signer, unsigned_sound, "wav") as sound_file,
             ):
+                assert media_file is not None
                 sidecar = self._sidecar(file_format, time.perf_counter() - started)
                 sidecar_file.write_text(to_json(sidecar, indent=2) + "\n", encoding="ascii")
                 left = _sound_of(target) if overwrite and sound_file is None else None
@@ -176,6 +184,16 @@ class GeneratedMedia:
             self._written(file_format, embedded_recipe(self.recipe), media_file) as sound_file,
         ):
             yield media_file, sound_file
+
+    @contextlib.contextmanager
+    def _signed(self, signer: Signer | None, file: Path | None, file_format: str) -> Iterator[Path | None]:
+        """Yield a temporary file that holds `file` with a manifest, or the file itself without a signer."""
+        if signer is None or file is None:
+            yield file
+            return
+        with temporary_file(file.parent) as signed_file:
+            signer.sign(file, signed_file, file_format, self.recipe)
+            yield signed_file
 
     @contextlib.contextmanager
     def _written(self, file_format: str, recipe: str | None, media_file: Path) -> Iterator[Path | None]:

@@ -7,7 +7,7 @@ program is started.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -28,13 +28,14 @@ class BrokenMp4Error(ValueError):
 @dataclass(frozen=True)
 class Mp4Facts:
     """Metadata of the first video track; fps is the average frames per second. comment: the `comment` tag, None without
-    one."""
+    one; encoder: the program that wrote the file, as it says."""
 
     width: int
     height: int
     num_frames: int
     fps: float
     comment: bytes | None
+    encoder: str | None = None
 
 
 def read_mp4(path: Path) -> Mp4Facts:
@@ -45,13 +46,13 @@ def read_mp4(path: Path) -> Mp4Facts:
         for track in _find(moov, b"trak"):
             media = _first(track, b"mdia")
             if _first(media, b"hdlr")[8:12] == b"vide":
-                return _track_facts(track, media, _comment(moov))
+                return _track_facts(track, media, _tags(moov))
     except (struct.error, UnicodeDecodeError) as error:
         raise BrokenMp4Error(f"a box is too short: {error}") from error
     raise BrokenMp4Error("no video track")
 
 
-def _track_facts(track: bytes, media: bytes, comment: bytes | None) -> Mp4Facts:
+def _track_facts(track: bytes, media: bytes, tags: Mapping[bytes, bytes]) -> Mp4Facts:
     header = _first(track, b"tkhd")
     # Width and height are the last two fields, 16.16 fixed point, in both versions of the box.
     width, height = (value >> 16 for value in struct.unpack(">II", header[-8:]))
@@ -62,11 +63,14 @@ def _track_facts(track: bytes, media: bytes, comment: bytes | None) -> Mp4Facts:
     table = _first(_first(media, b"minf"), b"stbl")
     num_frames = struct.unpack_from(">I", _first(table, b"stsz"), 8)[0]
     fps = num_frames * timescale / duration if duration else 0.0
-    return Mp4Facts(width, height, num_frames, fps, comment)
+    encoder = tags.get(b"encoder")
+    return Mp4Facts(
+        width, height, num_frames, fps, tags.get(b"comment"), None if encoder is None else encoder.decode("latin-1")
+    )
 
 
-def _comment(moov: bytes) -> bytes | None:
-    """Return the `comment` of a `meta` box with custom keys (`-movflags use_metadata_tags`)."""
+def _tags(moov: bytes) -> Mapping[bytes, bytes]:
+    """Return the values of the first `meta` box with custom keys (`-movflags use_metadata_tags`) by their keys."""
     for holder in (moov, *_find(moov, b"udta")):
         for meta in _find(holder, b"meta"):
             # QuickTime's meta is a plain box, ISO's starts with four bytes of version and flags.
@@ -76,11 +80,14 @@ def _comment(moov: bytes) -> bytes | None:
             if keys is None or items is None:
                 continue
             names = [name for _, name in _boxes(keys[8:])]
+            found = {}
             for number, item in _boxes(items):
                 index = struct.unpack(">I", number)[0] - 1
-                if 0 <= index < len(names) and names[index] == b"comment":
-                    return _first(item, b"data")[8:]
-    return None
+                if 0 <= index < len(names) and names[index] in (b"comment", b"encoder"):
+                    found[names[index]] = _first(item, b"data")[8:]
+            if found:
+                return found
+    return {}
 
 
 def _read_moov(file: BinaryIO, file_size: int) -> bytes:

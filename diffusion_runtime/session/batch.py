@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,19 +31,22 @@ MAX_TITLE_CHARACTERS = 40
 @dataclass(frozen=True)
 class Item:
     """One generation of a batch: its resolved request, or why it cannot be made. begin: what it goes on from, None for
-    the first step; allow_changes: although the steps before were made with other values."""
+    the first step; allow_changes: although the steps before were made with other values. expected: seconds by stage,
+    without those that nothing is known of."""
 
     request: GenerationRequest
     failure: Failure | None = None
     begin: SavedLatents | None = None
     allow_changes: bool = False
+    expected: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Result of one item. Without a failure `path` is written and every other field is filled.
 
-    seconds: of the whole item; timings: by stage. peak_memory: as of GeneratedMedia. latents: the file of its latents.
+    seconds: of the whole item; timings: by stage; expected: as of Item. peak_memory: as of GeneratedMedia. latents: the
+    file of its latents.
     """
 
     request: GenerationRequest
@@ -51,6 +54,7 @@ class Outcome:
     path: Path | None = None
     seconds: float = 0.0
     timings: dict[str, float] = field(default_factory=dict)
+    expected: Mapping[str, float] = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
     frames_shape: tuple[int, ...] = ()
     attention_report: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +77,7 @@ class Outcome:
             "width": width,
             "seconds": round(self.seconds, 4),
             "timings": {name: round(seconds, 4) for name, seconds in self.timings.items()},
+            "expected_timings": {name: round(seconds, 4) for name, seconds in self.expected.items()},
             "peak_memory": self.peak_memory,
             "request": self.request.recorded(),
             "attention_report": self.attention_report,
@@ -219,8 +224,10 @@ def _run_item(
             raise
         write_started = time.perf_counter()
         if media is not None:
-            finish = functools.partial(_finish, outcomes, request, media, started, write_started)
-            save = functools.partial(media.save, target, overwrite=False, on_published=finish, writer=writer)
+            finish = functools.partial(_finish, outcomes, item, media, started, write_started)
+            save = functools.partial(
+                media.save, target, overwrite=False, on_published=finish, writer=writer, signer=outputs.signer
+            )
             path, failure = coordinator.attempt(lambda: coordinator.path_from_first(save))
     if failure is not None:
         failure = latents.after(failure)
@@ -243,7 +250,7 @@ def _run_item(
 
 def _finish(
     outcomes: list[Outcome],
-    request: GenerationRequest,
+    item: Item,
     media: GeneratedMedia,
     started: float,
     write_started: float,
@@ -252,10 +259,11 @@ def _finish(
     """Add the outcome of an item whose file has just got its name."""
     now = time.perf_counter()
     outcome = Outcome(
-        request,
+        item.request,
         path=path,
         seconds=now - started,
         timings={**media.timings, "write": now - write_started},
+        expected=item.expected,
         peak_memory=dict(media.peak_memory),
         frames_shape=media.frames.shape,
         attention_report=media.attention_report.to_dict(),

@@ -7,9 +7,13 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diffusion_runtime.errors import ConfigError, OutputError
 from diffusion_runtime.request.generation_request import GenerationRequest
+
+if TYPE_CHECKING:
+    from diffusion_runtime.media.content_credentials import Signer
 
 DEFAULT_FOLDER = "outputs"
 # File names end at 255 bytes on every common file system; this leaves room for the seed, a number and the extension.
@@ -19,14 +23,15 @@ MAX_SLUG_BYTES = 80
 @dataclass(frozen=True)
 class Outputs:
     """folder: where results go; file: the one name that was asked for, None to name by prompt and seed;
-    file_format: one of media.FORMATS, None for mp4 or, for one frame, png."""
+    file_format: one of media.FORMATS, None for mp4 or, for one frame, png. signer: of the files' C2PA manifests."""
 
     folder: Path
     file: Path | None = None
     file_format: str | None = None
+    signer: Signer | None = None
 
     @classmethod
-    def parse(cls, output_path: str | None, file_format: str | None) -> Outputs:
+    def parse(cls, output_path: str | None, file_format: str | None, signer: Signer | None = None) -> Outputs:
         """Raises ConfigError for an unknown format or extension, or two that contradict each other; MissingPackageError
         for one that this machine cannot write."""
         from diffusion_runtime.media import check_format, check_writable, format_of
@@ -36,10 +41,10 @@ class Outputs:
         if chosen is not None:
             check_writable(chosen)
         if output_path is None:
-            return cls(Path(DEFAULT_FOLDER), None, chosen)
+            return cls(Path(DEFAULT_FOLDER), None, chosen, signer)
         path = check_place(output_path, "--output-path")
         if output_path.endswith(("/", os.sep)) or path.is_dir() or not path.suffix:
-            return cls(path, None, chosen)
+            return cls(path, None, chosen, signer)
         try:
             named = format_of(path)
         except ConfigError as error:
@@ -47,19 +52,23 @@ class Outputs:
         if chosen is not None and chosen != named:
             raise ConfigError(f"--output-path {output_path} ends in .{named}, --format says {chosen}; use .{chosen}")
         check_writable(named)
-        return cls(path.parent, path, named)
+        return cls(path.parent, path, named, signer)
 
     def format_for(self, request: GenerationRequest, *, has_sound: bool | None = None) -> str:
         """Return the format of a resolved request's file. has_sound: whether the model makes some; None if unknown.
 
-        Raises ConfigError for a video in a format that holds one image, and for the sound of a model that makes none;
+        Raises ConfigError for a video in a format that holds one image, for the sound of a model that makes none, and
+        for a format that cannot be signed;
         MissingPackageError for one that this machine cannot write.
         """
         from diffusion_runtime.media import check_format, check_writable
+        from diffusion_runtime.media.content_credentials import check_signable
 
         default = "png" if request.num_frames == 1 else "mp4"
         chosen = check_format(self.file_format or default, request.num_frames, has_sound=has_sound, fps=request.fps)
         check_writable(chosen, request.num_frames)
+        if self.signer is not None:
+            check_signable(chosen)
         return chosen
 
     def target(self, request: GenerationRequest) -> Path:

@@ -32,6 +32,12 @@ NARROW = {
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 2}
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is measured here is for no later plan."""
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def choice_of(model: str, **values: object) -> GenerationChoice:
     config = RuntimeConfig(model_path=model, device="cpu", dtype="float32")
     return GenerationChoice(config, SMALL, num_warm=1, **values)  # type: ignore[arg-type]
@@ -73,7 +79,8 @@ def test_what_diffusers_cannot_load_is_left_out_and_what_breaks_is_a_failed_row(
 
 def test_warm_is_the_median_of_all_but_the_first() -> None:
     runs = tuple({"denoise": seconds} for seconds in (9.0, 1.0, 3.0, 2.0))
-    row = GenerationRow("ours", "measured", runs=runs)
+    row = GenerationRow("ours", "measured", runs=runs, steps=(9.0, 1.0, None, 2.0))
+    assert row.step_s == 1.5
     assert (row.cold, row.warm) == ({"denoise": 9.0}, {"denoise": 2.0})
     assert GenerationBenchmark("m", "d", {}, "float32", {}, (row,)).to_dict()["rows"][0]["warm_s"] == {"denoise": 2.0}
 

@@ -19,6 +19,12 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is measured here is for no later plan."""
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def test_stages_cold_and_warm_beside_diffusers(command: Command, tiny_wan_folder: Path) -> None:
     shown = command("bench", "generate", tiny_wan_folder, *QUICK, "--repeats", "1")
     assert shown.code == 0

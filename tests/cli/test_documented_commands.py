@@ -35,7 +35,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SHELL = blocks("sh", "bash")
 OURS = ("diffusion-runtime", ".venv/bin/diffusion-runtime")
 # Verbs that end at once, and those whose work is the measurement itself: these are parsed.
-QUICK, PARSED = ("models", "backends", "explain"), ("batch", "bench", "calibrate", "doctor", "info", "serve", "tune")
+QUICK, PARSED = (
+    ("models", "backends", "explain"),
+    ("batch", "bench", "calibrate", "doctor", "info", "serve", "tune", "verify"),
+)
 # Of `models`, what needs the network or the reader's files.
 PARSED_OF_MODELS = ("download", "convert")
 # Other programs of the blocks: setting up, and building what is only there as source.
@@ -45,7 +48,7 @@ OTHER_PROGRAMS = {
     *("apt-get", "curl", "torchrun", "docker", "ffplay", "..."),
 }
 # Blocks that no CPU can run, not even as a dry run.
-NUM_NOT_RUN = 4
+NUM_NOT_RUN = 5
 # What only the reader has: weights, a placeholder in capitals, what an earlier command of the page would have written,
 # several GPUs, a real run to profile.
 OF_THE_READER = re.compile(

@@ -81,6 +81,8 @@ HOMES = {
     "prometheus_client": ("serving/metrics.py",),
     "sqlite3": ("serving",),
     "matplotlib": ("benchmark/plot",),
+    "c2pa": ("media/content_credentials.py",),
+    "cryptography": ("media/content_credentials.py",),
     "lpips": ("comparison/frame_metrics.py",),
     "pyarrow": ("batches/row_files.py", "batches/ray_data.py"),
     "ray": ("serving/on_ray", "batches/ray_data.py"),
@@ -91,7 +93,7 @@ EXEMPT = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
 MODULES = sorted(set(PACKAGE.rglob("*.py")) - EXEMPT)
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
 # What is read of files and JSON elsewhere: messages between processes of one run, a file of the system, our own values;
-# media/generated.py and media/reading.py open what they wrote or have checked.
+# media/content_credentials.py, media/generated.py and media/reading.py open what was written or checked.
 OWN_TEXTS = {
     "attention/machine_cache.py",
     "batches/result_folder.py",
@@ -99,6 +101,7 @@ OWN_TEXTS = {
     "attention/self_check.py",
     "cli/generation.py",
     "cli/terminal.py",
+    "media/content_credentials.py",
     "media/generated.py",
     "media/reading.py",
     "memory/machine_memory.py",
@@ -240,6 +243,7 @@ OWN_WRITERS = {
     "batches/result_folder.py": "a journal of lines; what a kill leaves of one is cut when it is begun again",
     "benchmark/plot.py": "into what published() gives",
     "benchmark/sample_images.py": "images in a temporary folder",
+    "explanation/stage_times.py": "a cache, renamed from core.cache_folder.complete_file",
     "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
     "cli/launching.py": "prompts for other processes, in a temporary folder",
     "decoders/latent_upsampler.py": "settings in a temporary folder",
@@ -248,6 +252,7 @@ OWN_WRITERS = {
     "startup/remembered_imports.py": "a cache, renamed from core.cache_folder.complete_file; media is not below it",
     "media/attention_plot.py": "into what published() gives",
     "media/audio.py": "an encoder: into the file that it is given, a temporary one",
+    "media/content_credentials.py": "signed copies: into the file that it is given, a temporary one",
     "media/encode.py": "encoders: into the file that they are given, a temporary one",
     "media/generated.py": "a sidecar, renamed with its clip by publish_pair",
     "media/growing_clip.py": "a file that is watched while it grows; finished by a rename",
@@ -339,6 +344,7 @@ LOADERS_BY_NAME = {
     "startup/importing.py": "packages of others",
     "decoders/autoencoder.py": "packages of others",
     "text_encoders/gemma.py": "packages of others",
+    "media/content_credentials.py": "the version, of the package root",
     "media/__init__.py": "its own files, so that programs that write text alone need no numpy",
     "models/registry.py": "a family's files, when a folder asks for it",
 }

@@ -1,0 +1,123 @@
+"""Seconds per stage that are expected of a generation: the curve through measured sizes, the figures that are kept, and
+what the commands say of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+from cli_support import Command
+from tables import table
+
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.explanation.expected_time import expected_time, fitted
+from diffusion_runtime.explanation.stage_times import Measured, StageTimes, how_of
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.request.generation_request import GenerationRequest
+
+
+def quadratic(size: float) -> float:
+    return 0.5 + 2e-3 * size + 3e-6 * size**2
+
+
+@table(
+    "points, at, expected",
+    [
+        ([], 100, None),
+        ([(100, 2.0)], 100, 2.0),
+        # The median of what was measured there, whatever is around it.
+        ([(100, 2.0), (100, 9.0), (100, 3.0), (50, 1.0), (200, 4.0)], 100, 3.0),
+        # Beyond the sizes that were measured nothing is said.
+        ([(100, 2.0)], 120, None),
+        ([(100, 2.0), (200, 3.0)], 99, None),
+        ([(100, 2.0), (200, 3.0)], 201, None),
+        ([(100, 2.0), (200, 3.0)], 150, 2.5),
+        ([(size, quadratic(size)) for size in (100, 400, 1600)], 800, quadratic(800)),
+        ([(size, quadratic(size)) for size in (100, 400, 700, 1600)], 200, quadratic(200)),
+        # A term that would be negative is left out: these grow slower than their size, and never fall.
+        ([(100, 1.0), (400, 1.0), (800, 1.0)], 600, 1.0),
+        ([(100, 0.0), (400, 0.0), (800, 0.0)], 600, 0.0),
+    ],
+)
+def test_fit(points: list[tuple[float, float]], at: float, expected: float | None) -> None:
+    found = fitted(points, at)
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-6, abs=1e-9))
+
+
+def test_noise_between_sizes_stays_below_the_quadratic_term() -> None:
+    """Relative errors count: the smallest size, a thousandth of the largest, is met as well."""
+    points = [
+        (size, quadratic(size) * factor) for size, factor in ((64, 1.05), (512, 0.97), (4096, 1.03), (16384, 0.98))
+    ]
+    for at in (100, 1000, 8000):
+        assert fitted(points, at) == pytest.approx(quadratic(at), rel=0.1)
+
+
+def test_figures_hold_for_equal_settings_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path))
+    prepared = prepare(RuntimeConfig(device="cpu"), is_dry_run=True)
+    recipe, rules = prepared.description.to_dict(), prepared.rules
+    asked = GenerationRequest("a ring", height=64, width=64, num_frames=5, num_inference_steps=10)
+    request = rules.resolve(asked)
+    times = StageTimes(recipe, "shapes")
+    how = how_of(recipe, rules, request, is_offloaded=False)
+    cold = {"text": 0.5, "denoise": 3.0, "decode": 2.0, "write": 1.0}
+    warm = {"text": 0.25, "denoise": 2.0, "decode": 1.0, "write": 0.5}
+    measured = Measured(how, (5, 64, 64), 32, 4, "mp4", cold, warm, 0.375)
+    assert times.keep(dataclasses.replace(measured, warm=cold))
+    assert times.keep(measured)
+    assert times.read() == (measured,)
+    first = expected_time(recipe, rules, request, "mp4")
+    # Ten steps of three eighths of a second, and what the first generation took for more than its four.
+    assert dict(first.seconds) == {"text": 0.5, "denoise": 5.25, "decode": 2.0, "write": 1.0}
+    assert first.total == 8.75
+    one_step = dataclasses.replace(measured, size=(9, 64, 64), num_tokens=48, num_steps=1, step=None)
+    assert times.keep(one_step)
+    longer = rules.resolve(dataclasses.replace(asked, num_frames=9))
+    assert expected_time(recipe, rules, longer, "mp4").seconds["denoise"] == 10 * 2.0 + 1.0
+    later = expected_time(recipe, rules, request, "gif", is_first=False)
+    assert dict(later.seconds) == {"text": 0.25, "denoise": 4.25, "decode": 1.0}
+    assert later.total is None
+    assert "bench generate shapes --height 64 --width 64 --num-frames 5" in later.advice
+    for changed in (
+        dataclasses.replace(asked, step_cache="easycache"),
+        dataclasses.replace(asked, guidance_scale=1.0),
+        dataclasses.replace(asked, sampler="euler"),
+    ):
+        assert expected_time(recipe, rules, rules.resolve(changed), "mp4").seconds == {}, changed
+    assert expected_time(recipe, rules, request, "mp4", is_offloaded=True).seconds == {}
+    other = {**recipe, "made_with": {**recipe["made_with"], "torch": "1.0"}}
+    assert StageTimes(other, "shapes").path != times.path
+    values = json.loads(times.path.read_text())
+    values["measured"][0]["warm"]["denoise"] = "fast"
+    times.path.write_text(json.dumps(values))
+    assert times.read() == ()
+    assert "cannot be read" in caplog.text
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", os.devnull)
+    assert not StageTimes(recipe, "shapes").keep(measured)
+
+
+def test_commands_say_what_is_expected(
+    command: Command, tiny_flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path))
+    generate = ("generate", "a ring", *tiny_flags, "-o", "a.npy")
+    before = command(*generate, "--dry-run")
+    assert "not measured on this machine" in before.said
+    assert "bench generate" in before.said
+    size = tiny_flags[2:]
+    monkeypatch.setattr("diffusion_runtime.benchmark.generation._file_format", lambda _: "npy")
+    assert command("bench", "generate", tiny_flags[1], *size, "--no-diffusers", "--repeats", "1").code == 0
+    planned = command(*generate, "--dry-run", "--json").json["items"][0]["expected_time"]
+    assert sorted(planned["seconds"]) == ["decode", "denoise", "text", "write"]
+    assert planned["advice"] == ""
+    explained = command("explain", *tiny_flags, "--json").json["expected_time"]
+    assert explained["seconds_per_step"] == planned["seconds_per_step"]
+    done = command(*generate, "--json")
+    assert done.json["items"][0]["expected_timings"] == planned["seconds"]
+    assert "expected from figures of this machine: " in done.said
