@@ -51,6 +51,9 @@ class RecordingSampler(Sampler):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
+    def from_step(self, first: int) -> RecordingSampler:
+        return RecordingSampler(self.sampler.from_step(first), self.latents)
+
     def sample(
         self,
         noise: torch.Tensor,

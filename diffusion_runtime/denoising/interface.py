@@ -40,6 +40,11 @@ class Sampler(ABC):
         what depends on them alone is computed for all calls at once. Several calls of one step have its index."""
 
     @abstractmethod
+    def from_step(self, first: int) -> Sampler:
+        """Return the sampler of the steps from this one on, counted from 0 again: `sample` is then given latents that
+        are noised to the level of its first step already."""
+
+    @abstractmethod
     def sample(
         self,
         noise: torch.Tensor,

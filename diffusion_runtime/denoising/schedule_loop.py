@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,46 @@ class ScheduleSampler(Sampler):
         draw_noise: DrawNoise | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
         return run_schedule(self.scheduler(noise.device), self.num_steps, noise, predict, on_step)
+
+    def from_step(self, first: int) -> Sampler:
+        return LaterSteps(self, first)
+
+
+@dataclass(frozen=True)
+class LaterSteps(Sampler):
+    """The steps of a ScheduleSampler from one on. A multistep solver begins with the first order there."""
+
+    whole: ScheduleSampler
+    first: int
+
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        return tuple(map(self._counted, steps_of(self.whole.scheduler(device), self.whole.num_steps, self._range)))
+
+    def sample(
+        self,
+        noise: torch.Tensor,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        return run_schedule(
+            self.whole.scheduler(noise.device),
+            self.whole.num_steps,
+            noise,
+            lambda latents, step: predict(latents, self._counted(step)),
+            None if on_step is None else lambda step, latents: on_step(self._counted(step), latents),
+            self._range,
+        )
+
+    def from_step(self, first: int) -> Sampler:
+        return LaterSteps(self.whole, self.first + first)
+
+    @property
+    def _range(self) -> range:
+        return range(self.first, self.whole.num_steps)
+
+    def _counted(self, step: StepInfo) -> StepInfo:
+        return dataclasses.replace(step, index=step.index - self.first, num_steps=len(self._range))
 
 
 def steps_of(scheduler: Scheduler, num_steps: int, steps: range | None = None) -> tuple[StepInfo, ...]:

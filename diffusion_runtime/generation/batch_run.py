@@ -13,6 +13,7 @@ import torch
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.decoders.interface import LatentEncoder
 from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
@@ -80,6 +81,7 @@ class BatchRun:
         return LatentDenoiser(
             transformer=self.parts.transformer,
             image_conditioner=self._loaded_image_conditioner,
+            latent_encoder=self._loaded_latent_encoder,
             settings=self.settings,
             mesh=self.mesh,
             device=self.device,
@@ -177,3 +179,7 @@ class BatchRun:
     def _loaded_image_conditioner(self) -> ImageConditioner:
         self.participants.before_image_encoder()
         return self.parts.image_conditioner
+
+    def _loaded_latent_encoder(self) -> LatentEncoder:
+        self.participants.before_image_encoder()
+        return self.parts.latent_encoder
