@@ -232,7 +232,7 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
         section, _, key = path.strip().partition(".")
         if not equals or not key:
             known = ", ".join(f"{each}.KEY=VALUE" for each in _SET_SECTIONS)
-            raise ConfigError(f"--set: expected one of {known}, got {shown(setting)}")
+            raise ConfigError(f"--set: expected {known}, got {shown(setting)}")
         if section == "request":
             request[key] = request_value(key, text)
         elif section == "pipeline":
