@@ -50,6 +50,8 @@ MAX_LORA_SCALE = 1e4
 # More than any transformer has.
 MAX_IGNORED_LAYERS = 10000
 MAX_MODEL_FOLDERS = 64
+# Of lists in lists, in keywords of a pipeline.
+MAX_ARGUMENT_DEPTH = 4
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
 VAE_DECODE_MODES = ("exact", "fast")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all", "int8")
@@ -397,6 +399,26 @@ def _parsed_loras(name: str, value: Any) -> Any:
     return tuple(LoraConfig.parse(each) for each in value)
 
 
+def _plain_arguments(name: str, value: Any) -> dict[str, Any] | None:
+    if not value and isinstance(value, Mapping | None):
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key.isidentifier() for key in value):
+        raise ConfigError(f"{name}: expected keywords and their values, {{num_steps: 2}}, got {shown(value)}")
+    for key, each in value.items():
+        if not _is_plain(each):
+            raise ConfigError(f"{name}.{key}: expected a number, a text, or a list of them, got {shown(each)}")
+    return dict(value)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, list | tuple):
+        return depth < MAX_ARGUMENT_DEPTH and all(_is_plain(each, depth + 1) for each in value)
+    if isinstance(value, Mapping):
+        keyed = all(isinstance(key, str) for key in value)
+        return keyed and depth < MAX_ARGUMENT_DEPTH and all(_is_plain(each, depth + 1) for each in value.values())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
     """The model to load, the device, and the attention backends.
@@ -458,6 +480,8 @@ class RuntimeConfig:
     memory_limit: what the process may take on its device, such as `12GB`; None for what is free there.
     encoding_cache: whether encodings of texts and images are kept for later requests, in at most 256 MiB of the
         machine's memory.
+    pipeline_arguments: further keywords of the call of diffusers' own pipeline, by name: numbers, texts and lists of
+        them, which its signature is to take; None for none.
     """
 
     model_path: str = option(
@@ -650,6 +674,8 @@ class RuntimeConfig:
         Flag("Keep encodings of texts and images for later requests."),
         Refusal("{name}: diffusers' own pipeline keeps none; leave out {flag}", takes=(False,)),
     )
+    # Set by `--set pipeline.NAME=value`.
+    pipeline_arguments: Any = option(OUTPUT, None, Other(_plain_arguments))
     revision: str | None = option(
         MODEL,
         None,

@@ -14,7 +14,7 @@ import torch
 from diffusion_runtime import GenerationRequest, Pipeline
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler
+from diffusion_runtime.denoising.interface import DrawNoise, OnStep, Predict, Sampler, SamplerState
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.generation.latent_denoiser import Denoised, LatentDenoiser
 from diffusion_runtime.models.family import ModelFamily
@@ -51,17 +51,24 @@ class RecordingSampler(Sampler):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def sample(
+    def from_step(self, first: int) -> RecordingSampler:
+        return RecordingSampler(self.sampler.from_step(first), self.latents)
+
+    def start(self, noise: torch.Tensor) -> SamplerState:
+        return self.sampler.start(noise)
+
+    def run(
         self,
-        noise: torch.Tensor,
+        state: SamplerState,
         predict: Predict,
         on_step: OnStep | None = None,
         draw_noise: DrawNoise | None = None,
-    ) -> torch.Tensor:
+        end: int | None = None,
+    ) -> SamplerState:
         def keep(step: StepInfo, latents: torch.Tensor) -> None:
             self.latents.append(latents.clone())
 
-        return self.sampler.sample(noise, predict, keep, draw_noise)
+        return self.sampler.run(state, predict, keep, draw_noise, end)
 
 
 def record_latents(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

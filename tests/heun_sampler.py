@@ -5,6 +5,7 @@ Registered by the tests that use it: the samplers of this package call the model
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ class HeunSampler(Sampler):
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return tuple(step for *_, first, second in self.steps_at() for step in (first, second) if step is not None)
+
+    def from_step(self, first: int) -> HeunSampler:
+        levels = tuple(self.levels()[first:-1])
+        return dataclasses.replace(self, num_steps=len(levels), flow_shift=1.0, sigmas=levels)
 
     def start(self, noise: torch.Tensor) -> SamplerState:
         return SamplerState(0, noise.float())

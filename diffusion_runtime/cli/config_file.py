@@ -26,6 +26,8 @@ _BOOLEAN_KEYS = [item.name for item in dataclasses.fields(RuntimeConfig) if isin
 
 # What a key is refused without, while each is checked alone; it may come from a flag.
 _CHECKED_BESIDE = {"quantization_ignored_layers": {"quantization": "fp8"}}
+# Of --set; `pipeline` has keywords of diffusers' own.
+_SET_SECTIONS = ("request", "runtime", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -224,17 +226,19 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
     runtime: dict[str, Any] = {}
     attention_entries: list[str] = []
     parallel: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for setting in settings:
         path, equals, text = setting.partition("=")
         section, _, key = path.strip().partition(".")
         if not equals or not key:
-            raise ConfigError(f"--set: expected request.KEY=VALUE or runtime.KEY=VALUE, got {shown(setting)}")
+            known = ", ".join(f"{each}.KEY=VALUE" for each in _SET_SECTIONS)
+            raise ConfigError(f"--set: expected {known}, got {shown(setting)}")
         if section == "request":
             request[key] = request_value(key, text)
+        elif section == "pipeline":
+            keywords[key] = text
         elif section != "runtime":
-            raise ConfigError(
-                f"--set {setting}: unknown section {shown(section)}.{nearest(section, ('request', 'runtime'))}"
-            )
+            raise ConfigError(f"--set {setting}: unknown section {shown(section)}.{nearest(section, _SET_SECTIONS)}")
         elif key.startswith("attention."):
             attention_entries.append(f"{key.removeprefix('attention.')}={text}")
         elif key.startswith("parallel."):
@@ -243,6 +247,8 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
             runtime[key] = {"true": True, "false": False}.get(text, text) if key in _BOOLEAN_KEYS else text
     if parallel:
         runtime["parallel"] = {**config.runtime.get("parallel", {}), **parallel}
+    if keywords:
+        runtime["pipeline_arguments"] = {**(config.runtime.get("pipeline_arguments") or {}), **keywords}
     merged = {**config.runtime, **_check_runtime(runtime, "--set runtime")}
     if attention_entries:
         merged["attention"] = overlay_attention(merged.get("attention"), split_entries(attention_entries))

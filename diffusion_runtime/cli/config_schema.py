@@ -127,6 +127,8 @@ def _runtime_value(name: str) -> Schema:
         return {"anyOf": [{"enum": _model_names()}, _NAME]}
     if name == "parallel":
         return _parallel()
+    if name == "pipeline_arguments":
+        return {"type": ["object", "null"], "propertyNames": {"pattern": r"^[A-Za-z_]\w*$"}}
     if name == "lora":
         return {"type": "array", "items": _lora()}
     return _declared(RuntimeConfig, name)

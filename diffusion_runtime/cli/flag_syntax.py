@@ -30,6 +30,7 @@ _TIMED = {"--at": "a prompt in quotes", "--seed-at": "a seed"}
 _TARGETS = {
     "request": ("--set", True),
     "runtime": ("--set", True),
+    "pipeline": ("--set", True),
     "attention-config": ("--dotted-attention", False),
     "diffusion-attention-config": ("--dotted-attention", False),
 }

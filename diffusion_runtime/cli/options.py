@@ -106,7 +106,8 @@ class SourceFlags:
         list[str] | None,
         option(
             WHAT,
-            "Set one value of the config: request.height=128. Also as a flag: --request.height 128.",
+            "Set one value of the config: request.height=128. Also as a flag: --request.height 128. "
+            "pipeline.NAME=VALUE: a keyword of diffusers' own pipeline.",
             "--set",
             metavar="KEY=VALUE",
         ),

@@ -95,6 +95,11 @@ def runtime_of(given: dict[str, Any]) -> RuntimeConfig:
         raise ConfigError(
             f"--config: request values come with each request: {', '.join(set_here)}; leave them out, or send them"
         )
+    if settings.runtime.pipeline_arguments:
+        raise ConfigError(
+            "pipeline_arguments: keywords of a pipeline are for the command line, not for the requests of a server's "
+            "clients; leave out --set pipeline.NAME"
+        )
     return settings.runtime
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.parallel.collectives import RankGroup
+from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
 
 
@@ -27,6 +28,16 @@ class FrameStream:
 
     num_frames: int
     chunks: Iterator[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LatentEncoder:
+    """Frames to latents, by the encoder of the autoencoder that decodes them. encode: [1, 3, frames, height, width] in
+    [-1, 1], float32, to the most likely latents, normalised as the transformer works on them, float32, [1, channels,
+    latent frames, height, width]. libraries: those that compute it, for the report, known once it has encoded."""
+
+    encode: Callable[[torch.Tensor], torch.Tensor]
+    libraries: Callable[[], tuple[LibraryAttention, ...]]
 
 
 class LatentDecoder(ABC):

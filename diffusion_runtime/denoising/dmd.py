@@ -38,3 +38,7 @@ class RcmSampler(DmdSampler):
 
     def begin(self, noise: torch.Tensor) -> torch.Tensor:
         return noise * self.levels[0]
+
+    def from_step(self, first: int) -> LevelSampler:
+        levels = self.levels[first:]
+        return DmdSampler(len(levels), options=self.options, sigmas=levels)

@@ -60,6 +60,11 @@ class Sampler(ABC):
         what depends on them alone is computed for all calls at once. Several calls of one step have its index."""
 
     @abstractmethod
+    def from_step(self, first: int) -> Sampler:
+        """Return the sampler of the steps from this one on, counted from 0 again: `start` is then given latents that
+        are noised to the level of its first step already."""
+
+    @abstractmethod
     def start(self, noise: torch.Tensor) -> SamplerState:
         """Return the place before the first step. noise: [batch, channels, frames, height, width]."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -67,6 +68,10 @@ class LevelSampler(Sampler):
     def _step(self, index: int, level: float, following: float) -> StepInfo:
         scale = self.num_train_timesteps
         return StepInfo(index, self.num_steps, timestep=scale * level, sigma=level, next_timestep=scale * following)
+
+    def from_step(self, first: int) -> LevelSampler:
+        levels = self.levels[first:]
+        return dataclasses.replace(self, num_steps=len(levels), flow_shift=1.0, sigmas=levels)
 
     def begin(self, noise: torch.Tensor) -> torch.Tensor:
         """Return the latents of the first step."""

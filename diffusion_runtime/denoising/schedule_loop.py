@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,9 @@ class ScheduleSampler(Sampler):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return steps_of(self.scheduler(device), self.num_steps)
 
+    def from_step(self, first: int) -> Sampler:
+        return LaterSteps(self, first)
+
     def start(self, noise: torch.Tensor) -> SamplerState:
         return SamplerState(0, noise.float())
 
@@ -89,6 +93,47 @@ def go_on(
     scheduler.history = state.history
     latents = run_schedule(scheduler, num_steps, state.latents, predict, on_step, range(state.index, end))
     return SamplerState(end, latents, scheduler.history)
+
+
+@dataclass(frozen=True)
+class LaterSteps(Sampler):
+    """The steps of a ScheduleSampler from one on. A multistep solver begins with the first order there."""
+
+    whole: ScheduleSampler
+    first: int
+
+    def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
+        return tuple(map(self._counted, steps_of(self.whole.scheduler(device), self.whole.num_steps, self._range)))
+
+    def start(self, noise: torch.Tensor) -> SamplerState:
+        return self.whole.start(noise)
+
+    def run(
+        self,
+        state: SamplerState,
+        predict: Predict,
+        on_step: OnStep | None = None,
+        draw_noise: DrawNoise | None = None,
+        end: int | None = None,
+    ) -> SamplerState:
+        place = self.whole.run(
+            dataclasses.replace(state, index=self.first + state.index),
+            lambda latents, step: predict(latents, self._counted(step)),
+            None if on_step is None else lambda step, latents: on_step(self._counted(step), latents),
+            draw_noise,
+            None if end is None else self.first + end,
+        )
+        return dataclasses.replace(place, index=place.index - self.first)
+
+    def from_step(self, first: int) -> Sampler:
+        return LaterSteps(self.whole, self.first + first)
+
+    @property
+    def _range(self) -> range:
+        return range(self.first, self.whole.num_steps)
+
+    def _counted(self, step: StepInfo) -> StepInfo:
+        return dataclasses.replace(step, index=step.index - self.first, num_steps=len(self._range))
 
 
 def steps_of(scheduler: Scheduler, num_steps: int, steps: range | None = None) -> tuple[StepInfo, ...]:

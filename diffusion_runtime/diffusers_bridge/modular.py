@@ -66,6 +66,7 @@ def modular_interface(pipeline: Any) -> PipelineInterface:
         parameters={each.name: inspect.Parameter.empty if each.name in needed else each.default for each in inputs},
         needed=tuple(each.name for each in inputs if each.name in needed),
         output=outputs,
+        annotations={each.name: each.type_hint for each in inputs if each.type_hint is not None},
     )
 
 

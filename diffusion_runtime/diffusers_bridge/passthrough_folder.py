@@ -29,6 +29,7 @@ from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.diffusers_bridge.loras import PlannedLora, plan_loras, remarks_of
 from diffusion_runtime.diffusers_bridge.meta_device import meta_model, meta_pipeline
 from diffusion_runtime.diffusers_bridge.modular import is_modular_class, modular_interface, modular_pipeline
+from diffusion_runtime.diffusers_bridge.pipeline_arguments import further_arguments
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
@@ -159,6 +160,7 @@ def plan_passthrough(
         presets={name: accepted(preset, interface) for name, preset in settings.presets.items()},
         check_steps=check_steps,
         lora_remarks=remarks_of(loras),
+        further=further_arguments(interface, config.pipeline_arguments or {}),
     )
     if (named := model_of_name(config.model_path)) is not None and (left_out := _left_out(named, rules)):
         _logger.warning(

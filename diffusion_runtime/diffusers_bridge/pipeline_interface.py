@@ -24,7 +24,7 @@ _FILES = frozenset(name for field in INPUT_FIELDS for name in PARAMETER_NAMES.ge
 # Parameters for files that are lists of frames.
 OF_FRAMES = ("video", "control_video", "conditioning_frames", "mask", "mask_video")
 # Arguments of every call, in addition to the request's.
-_ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
+ALWAYS_GIVEN = frozenset({"generator", "output_type", "return_dict"})
 
 # Inputs of a ControlNet: a pipeline that has one as a component cannot run without them, whatever its signature
 # declares. Of 31 such classes in diffusers 0.42.1, nine call it optional.
@@ -62,7 +62,7 @@ class PipelineInterface:
 
     parameters: of its call: name -> default, inspect.Parameter.empty for none. needed: the ones without which a call
     fails. output: the fields of its result; None when the class does not declare them. tensors: inputs that are a
-    tensor of pictures, where others take a list of them.
+    tensor of pictures, where others take a list of them. annotations: the parameters' types, of those that have one.
     """
 
     name: str
@@ -70,6 +70,7 @@ class PipelineInterface:
     needed: tuple[str, ...]
     output: tuple[str, ...] | None
     tensors: tuple[str, ...] = ()
+    annotations: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, pipeline_class: type) -> PipelineInterface:
@@ -87,6 +88,9 @@ class PipelineInterface:
             parameters={each.name: each.default for each in declared[1:]},
             needed=tuple(each.name for each in declared[1:] if each.name in also or _is_needed(each, notes)),
             output=_output_fields(call),
+            annotations={
+                each.name: each.annotation for each in declared[1:] if each.annotation is not inspect.Parameter.empty
+            },
             tensors=tuple(each.name for each in declared if each.name in OF_FRAMES and _is_tensor(each.annotation)),
         )
 
@@ -117,19 +121,26 @@ class PipelineInterface:
         reasons = []
         if self.parameter("prompt") is None:
             reasons.append("it takes no prompt, which every request has")
-        unfilled = [name for name in self.needed if name not in self.filled | _ALWAYS_GIVEN]
+        unfilled = [name for name in self.needed if name not in self.filled | ALWAYS_GIVEN]
         if unfilled:
             reasons.append(f"it needs {' and '.join(unfilled)}, which no request gives")
         if self.output is not None and not {*PICTURE_FIELDS} & {*self.output}:
             reasons.append(f"it returns {', '.join(self.output)}, and only pictures and videos are written")
         return reasons
 
+    @property
+    def media(self) -> frozenset[str]:
+        """The parameters for images, videos and masks, by their names and defaults."""
+        return frozenset(
+            name
+            for name, default in self.parameters.items()
+            if default in (None, inspect.Parameter.empty) and _MEDIA.search(name) and not _DERIVED.search(name)
+        )
+
     def other_inputs(self) -> tuple[str, ...]:
         """Return image, video and mask inputs that a call may take and no request fills: listed when a call fails."""
         return tuple(
-            name
-            for name, default in self.parameters.items()
-            if default is None and name not in self.filled and _MEDIA.search(name) and not _DERIVED.search(name)
+            name for name in self.parameters if name in self.media - self.filled and self.parameters[name] is None
         )
 
 

@@ -37,7 +37,8 @@ MAX_FRAMES = 1000
 class PassthroughRules:
     """Request rules of one pipeline. interface: of its class. sizes: those it makes. defaults, presets: values of
     request fields. check_steps: raises ConfigError for attention options that are made for another number of steps.
-    lora_remarks: parts of its LoRA files that were not applied."""
+    lora_remarks: parts of its LoRA files that were not applied. further: keywords of every call, of
+    `further_arguments`."""
 
     interface: PipelineInterface
     sizes: SizeRules
@@ -45,6 +46,7 @@ class PassthroughRules:
     presets: Mapping[str, Mapping[str, Any]]
     check_steps: Callable[[int], None]
     lora_remarks: tuple[str, ...] = ()
+    further: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     # Known after the first result only.
     makes_sound: ClassVar[bool | None] = None
@@ -74,7 +76,10 @@ class PassthroughRules:
         self._check_num_frames(request)
         for name, value in request.to_dict().items():
             if value is not None and name not in (*_OURS, "num_frames") and self.interface.parameter(name) is None:
-                raise RequestError(f"{name}: {self.pipeline_class} takes no such value; leave it out")
+                instead = "leave it out"
+                if name == "init_path" and self.interface.parameter("strength") is not None:
+                    instead = "it noises its own input to --strength: write --image-path or --video-path"
+                raise RequestError(f"{name}: {self.pipeline_class} takes no such value; {instead}")
         for name in INPUT_FIELDS:
             if getattr(request, name) is None and self.interface.needs(name):
                 flag = f"--{name.replace('_', '-')}"
@@ -114,7 +119,8 @@ class PassthroughRules:
         """Return a resolved request as keyword arguments of the pipeline's call; without images and generator."""
         fields = {field: value for field, value in request.to_dict().items() if field not in INPUT_FIELDS}
         named = {self.interface.parameter(field): value for field, value in fields.items()}
-        return {name: value for name, value in named.items() if name is not None and value is not None}
+        given = {name: value for name, value in named.items() if name is not None and value is not None}
+        return {**given, **self.further}
 
     def takes(self, parameter: str) -> bool:
         return parameter in self.interface.parameters

@@ -14,6 +14,7 @@ import torch
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.decoders.interface import LatentEncoder
 from diffusion_runtime.denoising.segments import Segment
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
@@ -83,6 +84,7 @@ class BatchRun:
         return LatentDenoiser(
             transformer=self.parts.transformer,
             image_conditioner=self.loaded_image_conditioner,
+            latent_encoder=self._loaded_latent_encoder,
             settings=self.settings,
             mesh=self.mesh,
             device=self.device,
@@ -198,3 +200,7 @@ class BatchRun:
         """Return the image conditioner, once there is room for it."""
         self.participants.before_image_encoder()
         return self.parts.image_conditioner
+
+    def _loaded_latent_encoder(self) -> LatentEncoder:
+        self.participants.before_image_encoder()
+        return self.parts.latent_encoder

@@ -13,6 +13,7 @@ import torch
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
+from diffusion_runtime.denoising.initial_latents import InitialLatents
 from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler, SamplerState
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.progressive_resolution import StageSampler, stage_samplers
@@ -66,12 +67,20 @@ class DenoisingStage(ABC):
 
 @dataclass(frozen=True)
 class PlainStage(DenoisingStage):
-    """All steps of a sampler."""
+    """All steps of a sampler. initial: the latents that they start from, None for noise alone."""
 
     sampler: Sampler
+    initial: InitialLatents | None = None
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
+
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+        if self.initial is None:
+            return latents
+        level = self.steps(latents.device)[0].sigma
+        assert level is not None
+        return self.initial.noised(latents, level)
 
     def start(self, latents: torch.Tensor) -> SamplerState:
         return self.sampler.start(latents)
@@ -79,7 +88,12 @@ class PlainStage(DenoisingStage):
     def _run(
         self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int
     ) -> SamplerState:
-        return self.sampler.run(state, predict, on_step, noise.draw, end)
+        if self.initial is None:
+            return self.sampler.run(state, predict, on_step, noise.draw, end)
+        place = self.sampler.run(state, self.initial.kept(predict), on_step, noise.draw, end)
+        if not self.is_over(place):
+            return place
+        return dataclasses.replace(place, latents=self.initial.settled(place.latents))
 
 
 @dataclass(frozen=True)
@@ -157,8 +171,11 @@ class RefiningStage(DenoisingStage):
         )
 
 
-def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None) -> list[DenoisingStage]:
-    """Return the stages of a batch in their order. upsampler: of a second stage; None where nothing is computed."""
+def stages_of(
+    settings: BatchSettings, upsampler: LatentUpsampler | None = None, initial: InitialLatents | None = None
+) -> list[DenoisingStage]:
+    """Return the stages of a batch in their order. upsampler: of a second stage; initial: of a request that starts from
+    a picture or a video; None where nothing is computed."""
     sampler, first = settings.build_sampler(), settings.sizes.first
     planned, levels = settings.sizes.stages(), settings.second_levels
     if planned:
@@ -166,7 +183,7 @@ def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None)
         sizes = [settings.sizes.halved(each.stage.level) for each in growing]
         notes = [_sizes_note(growing, sizes), *(None for _ in sizes[1:])]
         return [GrowingStage(size, each, note=note) for size, each, note in zip(sizes, growing, notes, strict=True)]
-    stages: list[DenoisingStage] = [PlainStage(first, sampler, note=settings.sizes.note)]
+    stages: list[DenoisingStage] = [PlainStage(first, sampler, initial, note=settings.sizes.note)]
     if levels:
         size, num_before = settings.size, settings.num_inference_steps
         name = settings.shared.second_stage_sampler or SECOND_STAGE_SAMPLERS[0]

@@ -17,16 +17,19 @@ from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.decoders.interface import LatentEncoder
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import RequestGuidance
+from diffusion_runtime.denoising.initial_latents import InitialLatents
 from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, SamplerState
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.denoising_stages import DenoisingStage, stages_of
 from diffusion_runtime.generation.hooks import Hooks
+from diffusion_runtime.generation.initial_picture import initial_latents, reads_initial
 from diffusion_runtime.generation.prompt_encoding import KEPT, inputs_key
 from diffusion_runtime.generation.saved_latents import DenoisingState
 from diffusion_runtime.layers.modulation_rows import plan_steps
@@ -68,7 +71,8 @@ class Denoised:
 class LatentDenoiser:
     """From the conditions of a batch to its clean latents.
 
-    image_conditioner: called where the requests have an image, or the model control blocks. model: what a calibration
+    image_conditioner: called where the requests have an image, or the model control blocks; latent_encoder: where they
+    start from a picture or a video. model: what a calibration
     of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients for the model.
     graphs: the CUDA graphs of its forward passes; None runs all of them eagerly. upsampler: of a second stage.
     encodings: of images of earlier requests, None to keep none. hooks: of instruments; the one that wraps predictions
@@ -77,6 +81,7 @@ class LatentDenoiser:
 
     transformer: DiffusionTransformer
     image_conditioner: Callable[[], ImageConditioner]
+    latent_encoder: Callable[[], LatentEncoder]
     settings: BatchSettings
     mesh: ProcessMesh
     device: torch.device
@@ -103,7 +108,9 @@ class LatentDenoiser:
 
         Raises DiffusionRuntimeError when the latents are not finite.
         """
-        settings, stages = self.settings, stages_of(self.settings, self.upsampler)
+        settings, stages = self.settings, stages_of(self.settings, self.upsampler, self._initial_latents())
+        if settings.guidance.note is not None:
+            self.recorder.note(settings.guidance.note)
         noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
         for _ in range(num_drawn):
             noise.draw()
@@ -149,6 +156,25 @@ class LatentDenoiser:
         """Return the place before the first step. run: of the first stage."""
         latents = self.transformer.start(noise.draw().to(self.device), run.inputs["cond"])
         return run.stage.start(run.stage.begin(latents, noise))
+
+    def _initial_latents(self) -> InitialLatents | None:
+        """Return what the requests start from; None for noise alone."""
+        shared, geometry = self.settings.shared, self.settings.sampling.geometry
+        if not reads_initial(shared):
+            return None
+
+        def encode() -> tuple[InitialLatents, tuple[LibraryAttention, ...]]:
+            encoder = self.latent_encoder()
+            return initial_latents(shared, self.settings.size, geometry, encoder), encoder.libraries()
+
+        if self.encodings is None:
+            initial, libraries = encode()
+            was_kept = False
+        else:
+            (initial, libraries), was_kept = self.encodings.get((inputs_key(shared), "initial"), encode)
+        for part in libraries:
+            self.recorder.record_library(part.component, part.library, KEPT if was_kept else part.implementation)
+        return initial
 
     def _run_of(
         self,

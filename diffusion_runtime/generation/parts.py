@@ -12,9 +12,10 @@ import torch
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
-from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.interface import LatentDecoder, LatentEncoder
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.participants import (
     CompileTime,
     CountedProducts,
@@ -69,11 +70,16 @@ def _same_rules(rules: RequestRules, configs: Sequence[LoraConfig], loras: tuple
     return rules
 
 
+def _no_encoder() -> LatentEncoder:
+    raise ConfigError("init_path: this pipeline was made without an encoder; leave it out, or load the model's folder")
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineParts:
     """The parts of a loaded model.
 
-    load_image_conditioner: called when the first request has an image. upsampler: of a second stage, where there is
+    load_image_conditioner: called when the first request has an image; load_latent_encoder: when the first one starts
+    from a picture or a video. upsampler: of a second stage, where there is
     one. products: counts the products of quantised linear layers. graphs: the CUDA graphs of the transformer's forward
     passes, None for none; decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's
     memory. loras: the LoRA files of the transformer, None where its folder is not known; rules_with_loras: the rules of
@@ -85,6 +91,7 @@ class PipelineParts:
     transformer: DiffusionTransformer
     decoder: LatentDecoder
     load_image_conditioner: Callable[[], ImageConditioner]
+    load_latent_encoder: Callable[[], LatentEncoder] = _no_encoder
     upsampler: LatentUpsampler | None = None
     products: ProductCounter = field(default_factory=ProductCounter)
     graphs: ForwardGraphs | None = None
@@ -99,6 +106,11 @@ class PipelineParts:
     def image_conditioner(self) -> ImageConditioner:
         """The image conditioner, loaded when it is first asked for."""
         return self.load_image_conditioner()
+
+    @functools.cached_property
+    def latent_encoder(self) -> LatentEncoder:
+        """The encoder of pictures and videos that denoising starts from, loaded when it is first asked for."""
+        return self.load_latent_encoder()
 
     def participants(self, device: torch.device) -> Participants:
         """Return the subsystems of these parts that take part in a generation."""

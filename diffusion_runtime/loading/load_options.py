@@ -43,5 +43,6 @@ class LoadOptions(TypedDict, total=False):
     offload: str  # 'auto'
     memory_limit: str | None  # None
     encoding_cache: bool  # True
+    pipeline_arguments: Any  # None
     revision: str | None  # None
     offline: bool  # False

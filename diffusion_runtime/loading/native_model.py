@@ -227,6 +227,7 @@ class PreparedModel:
             decoder=decoder,
             upsampler=upsampler,
             load_image_conditioner=self._load_image_conditioner,
+            load_latent_encoder=lambda: self.model.load_latent_encoder(self.device, self.dtype),
             encodings=KeptResults(_MAX_KEPT_ENCODINGS if config.encoding_cache else 0),
             products=self.quantization.counter,
             graphs=graphs,

@@ -20,7 +20,7 @@ from diffusion_runtime.core.model_folder import (
     refuse_unknown_index_keys,
 )
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
-from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.interface import LatentDecoder, LatentEncoder
 from diffusion_runtime.decoders.latent_upsampler import SecondStage
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
@@ -180,9 +180,11 @@ class Decoding:
     that decodes at once alone; has_exact_tiles: whether these are Tiling.is_exact. tiny_decoders: number of latent
     channels -> the name of the decoder for previews that TAEHV publishes for them. named: further ones of a folder.
     attention: makes the layer of a decoder that runs on one (LatentDecoder.attending), before any weight is read; its
-    role is among the family's."""
+    role is among the family's. load_encoder: the encoder of the same autoencoder, for pictures and videos that
+    denoising starts from; None in families that start from none."""
 
     load: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
+    load_encoder: Callable[[AnyFolder, torch.device, torch.dtype], LatentEncoder] | None = None
     is_shared: bool = False
     tiling: Callable[[Any], Tiling] | None = None
     has_exact_tiles: bool = False

@@ -14,7 +14,7 @@ from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
-from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.interface import LatentDecoder, LatentEncoder
 from diffusion_runtime.denoising.scheduler_config import read_scheduler_config
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.declaration import (
@@ -73,6 +73,7 @@ class Model(Generic[C, G]):
     load_text_encoder: Callable[[torch.device, torch.dtype], TextEncoder]
     load_decoder: Callable[[torch.device, torch.dtype], LatentDecoder]
     load_image_conditioner: Callable[[torch.device, torch.dtype], ImageConditioner]
+    load_latent_encoder: Callable[[torch.device, torch.dtype], LatentEncoder]
     inputs: ImageInputs = dataclasses.field(default_factory=ImageInputs)
     request_fields: tuple[str, ...] = ()
     named_decoder: NamedDecoder | None = None
@@ -96,7 +97,8 @@ class Model(Generic[C, G]):
         facts = {
             "true_cfg_scale": sampling.embeds_guidance,
             "guidance_scale_2": len(self.weights.components) > 1,
-            "boundary_ratio": len(self.weights.components) > 1 and not sampling.is_causal,
+            **dict.fromkeys(("boundary_ratio", "expert"), len(self.weights.components) > 1 and not sampling.is_causal),
+            **dict.fromkeys(("init_path", "mask_path"), self.family.decoding.load_encoder is not None),
             "conditioning_scale": sampling.control is not None and sampling.control.takes_scale,
             **dict.fromkeys(("nag_scale", "nag_tau", "nag_alpha"), sampling.restoration is None),
             "decode_timestep": sampling.decodes_with_noise,
@@ -239,6 +241,11 @@ class ModelFamily(Generic[C, G]):
                 raise ModelLoadError(f"{folder}: {self.name} models do not start from an image; leave out image_path")
             return self.load_image_conditioner(folder, device, dtype)
 
+        def load_latent_encoder(device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+            if self.decoding.load_encoder is None:
+                raise ModelLoadError(f"{folder}: {self.name} models start from no picture; leave out init_path")
+            return self.decoding.load_encoder(folder, device, dtype)
+
         return self.adapt(
             Model(
                 family=self,
@@ -269,5 +276,6 @@ class ModelFamily(Generic[C, G]):
                 load_text_encoder=lambda device, dtype: self.text.load(folder, device, dtype),
                 load_decoder=lambda device, dtype: self.decoding.load(folder, device, dtype),
                 load_image_conditioner=load_image_conditioner,
+                load_latent_encoder=load_latent_encoder,
             )
         )

@@ -25,6 +25,11 @@ class ImageInputs:
     size_of_image: Callable[[Size], Size] | None = None
 
     @property
+    def takes_masks(self) -> bool:
+        """True for a model whose condition a mask is a part of."""
+        return "mask_path" in self.images
+
+    @property
     def needed(self) -> frozenset[str]:
         """The fields that a request must set."""
         return frozenset(name for name, is_needed in self.images.items() if is_needed)

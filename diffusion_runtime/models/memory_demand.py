@@ -379,7 +379,9 @@ def _decoder_size(
 ) -> tuple[PartSize, int]:
     """Return the size of the decoder's weights, with the encoder of an image where the request brings one, and the
     activations of a decode. copies_layout: as in LiveBytes."""
-    takes_image = _takes_image(model, planned) or planned.request.references is not None
+    takes_image = _takes_image(model, planned) or any(
+        given is not None for given in (planned.request.references, planned.request.init_path)
+    )
     total, activations = 0, 0
     named, size = model.named_decoder, planned.size
     if named is not None:

@@ -13,6 +13,8 @@ import torch
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
+from diffusion_runtime.decoders.image_decoder import AUTOENCODER, read_normalisation
+from diffusion_runtime.decoders.interface import LatentEncoder
 from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import inspect_picture, read_image
@@ -160,6 +162,15 @@ def encode_with(autoencoder: Any, normalised: Callable[[torch.Tensor], torch.Ten
     return encode
 
 
+def load_image_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:
+    """Load the encoder of an AutoencoderKL in a diffusers folder's `vae`, and its name for the report. Raises
+    ModelLoadError."""
+    scale, shift = read_normalisation(folder)
+    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
+    encode = encode_with(autoencoder, lambda mode: (mode - shift) * scale, is_video=False)
+    return encode, f"{type(autoencoder).__name__}'s encoder"
+
+
 def load_encoder(
     autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
 ) -> tuple[Encode, str]:
@@ -170,3 +181,16 @@ def load_encoder(
     mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in read_statistics(folder))
     encode = encode_with(module, lambda mode: (mode - mean) / std, is_video=True)
     return encode, f"{type(module).__name__}'s encoder"
+
+
+def of_pictures(
+    load: Callable[[AnyFolder, torch.device, torch.dtype], tuple[Encode, str]],
+) -> Callable[[AnyFolder, torch.device, torch.dtype], LatentEncoder]:
+    """Return Decoding.load_encoder of a family that makes images. load: the encoder and its name for the report."""
+
+    def load_latent_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+        encode, name = load(folder, device, dtype)
+        libraries = (LibraryAttention("vae encoder", "diffusers", name),)
+        return LatentEncoder(lambda frames: encode(frames[:, :, 0]), lambda: libraries)
+
+    return load_latent_encoder

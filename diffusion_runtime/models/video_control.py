@@ -53,31 +53,9 @@ class VideoControl:
                     "mask_path: a mask says what of a control video is made anew; give the video: --video-path FILE"
                 )
             return
-        video = inspect_clip(request.video_path, "video_path", size.num_frames)
-        if not video.is_still:
-            self._check_length("video_path", request.video_path, video, size)
-        stretch = (video.width / video.height) / (size.width / size.height)
-        if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
-            raise RequestError(
-                f"video_path: {request.video_path} is {video.width} x {video.height} (width x height), the clip "
-                f"{size.width} x {size.height}: the ratio of the sides must agree within 10 %. Crop the video, or set "
-                "--height and --width to fit it"
-            )
-        if request.mask_path is None:
-            return
-        mask = inspect_clip(request.mask_path, "mask_path", size.num_frames)
-        if (mask.width, mask.height) != (video.width, video.height):
-            raise RequestError(
-                f"mask_path: {request.mask_path} is {mask.width} x {mask.height} (width x height), the control video "
-                f"{video.width} x {video.height}; a mask has the size of the video"
-            )
-        if not mask.is_still:
-            self._check_length("mask_path", request.mask_path, mask, size)
-        if is_black(request.mask_path, "mask_path", size.num_frames):
-            raise RequestError(
-                f"mask_path: {request.mask_path} is black, so that nothing would be made anew; white is what is made "
-                "anew"
-            )
+        video = check_clip("video_path", request.video_path, size, self.geometry.temporal_factor)
+        if request.mask_path is not None:
+            check_clip_mask(request.mask_path, video, "the control video", size, self.geometry.temporal_factor)
 
     def scaled_sizes(self, sides: Sides, path: str, size: ClipSize) -> tuple[Sides, Sides]:
         """Return a reference image's (width, height) in whole latents, and (height, width) inside of the clip's. Raises
@@ -94,25 +72,64 @@ class VideoControl:
     def remarks(self, request: GenerationRequest, size: ClipSize) -> Iterator[str]:
         """Yield sentences on the parts of the control video and its mask that are not used."""
         for field, path in (("video_path", request.video_path), ("mask_path", request.mask_path)):
-            if path is None:
-                continue
-            clip = inspect_clip(path, field, size.num_frames)
-            yield from (f"{field}: {path}: {remark}" for remark in clip.remarks)
-            if clip.is_still and field == "video_path" and size.num_frames > 1:
-                yield f"{field}: {path}: it has one frame, which stands for every frame of the clip"
-            if clip.num_frames > size.num_frames:
-                yield f"{field}: {path}: its first {size.num_frames} frames are used"
-            if clip.fps is not None and abs(clip.fps - size.fps) > 0.5:
-                yield (
-                    f"{field}: {path}: it has {clip.fps:.4g} frames per second, the clip {size.fps}: frame by frame, "
-                    f"what takes 1 s there takes {clip.fps / size.fps:.3g} s"
-                )
+            if path is not None:
+                yield from clip_remarks(field, path, size)
 
-    def _check_length(self, field: str, path: str, clip: ClipFacts, size: ClipSize) -> None:
-        if clip.num_frames < size.num_frames:
-            factor = self.geometry.temporal_factor
-            fitting = (clip.num_frames - 1) // factor * factor + 1
-            raise RequestError(
-                f"{field}: {path} has {clip.num_frames} frame{'s' * (clip.num_frames != 1)}, the clip "
-                f"{size.num_frames}; give a longer one, or --num-frames {fitting}"
-            )
+
+def check_clip(field: str, path: str, size: ClipSize, temporal_factor: int) -> ClipFacts:
+    """Return the facts of a file that has the frames of a clip of this size: enough of them, or one for all; of its
+    ratio. temporal_factor: frames of a latent frame. Raises RequestError for one that has not, and what inspect_clip
+    raises."""
+    video = inspect_clip(path, field, size.num_frames)
+    if not video.is_still:
+        _check_length(field, path, video, size, temporal_factor)
+    stretch = (video.width / video.height) / (size.width / size.height)
+    if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
+        raise RequestError(
+            f"{field}: {path} is {video.width} x {video.height} (width x height), the clip {size.width} x "
+            f"{size.height}: the ratio of the sides must agree within 10 %. Crop it, or set --height and --width to "
+            "fit it"
+        )
+    return video
+
+
+def check_clip_mask(path: str, video: ClipFacts, named: str, size: ClipSize, temporal_factor: int) -> None:
+    """Check that a file is a mask of a video or picture: of its size, with something to make anew. named: what it is a
+    mask of. Raises RequestError, and what inspect_clip raises."""
+    mask = inspect_clip(path, "mask_path", size.num_frames)
+    if (mask.width, mask.height) != (video.width, video.height):
+        raise RequestError(
+            f"mask_path: {path} is {mask.width} x {mask.height} (width x height), {named} {video.width} x "
+            f"{video.height}; a mask has the size of what it masks"
+        )
+    if not mask.is_still:
+        _check_length("mask_path", path, mask, size, temporal_factor)
+    if is_black(path, "mask_path", size.num_frames):
+        raise RequestError(
+            f"mask_path: {path} is black, so that nothing would be made anew; white is what is made anew"
+        )
+
+
+def clip_remarks(field: str, path: str, size: ClipSize) -> Iterator[str]:
+    """Yield sentences on what of a video or picture, or a mask of one, is not used as it is."""
+    clip = inspect_clip(path, field, size.num_frames)
+    yield from (f"{field}: {path}: {remark}" for remark in clip.remarks)
+    if clip.is_still and field != "mask_path" and size.num_frames > 1:
+        yield f"{field}: {path}: it has one frame, which stands for every frame of the clip"
+    if clip.num_frames > size.num_frames:
+        first = "first frame is" if size.num_frames == 1 else f"first {size.num_frames} frames are"
+        yield f"{field}: {path}: its {first} used"
+    if clip.fps is not None and abs(clip.fps - size.fps) > 0.5 and size.num_frames > 1:
+        yield (
+            f"{field}: {path}: it has {clip.fps:.4g} frames per second, the clip {size.fps}: frame by frame, what "
+            f"takes 1 s there takes {clip.fps / size.fps:.3g} s"
+        )
+
+
+def _check_length(field: str, path: str, clip: ClipFacts, size: ClipSize, factor: int) -> None:
+    if clip.num_frames < size.num_frames:
+        fitting = (clip.num_frames - 1) // factor * factor + 1
+        raise RequestError(
+            f"{field}: {path} has {clip.num_frames} frame{'s' * (clip.num_frames != 1)}, the clip {size.num_frames}; "
+            f"give a longer one, or --num-frames {fitting}"
+        )

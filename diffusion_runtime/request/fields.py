@@ -43,6 +43,8 @@ NO_PREDICTED_LENGTH = "this model chooses no length for a prompt, as LTX-2.5 doe
 NO_PROMPT = "this model reads no prompt, so that its attention has none to be guided by; leave it out"
 NO_CONTROLNET = "this model has no ControlNet; leave it out"
 NO_SEGMENTS = "this model makes a video at once, not in segments; leave it out"
+NO_INITIAL = "this model starts from noise alone, as it makes sound, restores or moves something; leave it out"
+NO_EXPERTS = "this model has one expert; leave it out"
 NO_RESTORATION = "this model restores no video, as `diffusion-runtime upscale` does with SeedVR2; leave it out"
 
 # RequestField.pipeline_parameters of a field that diffusers' pipelines call by the same name.

@@ -20,6 +20,8 @@ from diffusion_runtime.request.fields import (
     IMAGES,
     NEGATIVE_TEXT,
     NO_CONTROLNET,
+    NO_EXPERTS,
+    NO_INITIAL,
     NO_PREDICTED_LENGTH,
     NO_PROMPT,
     NO_RESTORATION,
@@ -69,6 +71,8 @@ KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
 SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
+# In the order of the components of Wan 2.2's folders.
+EXPERTS = ("high_noise", "low_noise")
 COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 
 # Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
@@ -164,7 +168,13 @@ class GenerationRequest:
     boundary_ratio: float | None = request_field(
         "Noise level, 0 to 1, from which up the expert for high noise predicts, in models with two.",
         Number(minimum=0.001, maximum=0.999),
-        refusal="this model has one expert; leave it out",
+        refusal=NO_EXPERTS,
+    )
+    # One expert for every step; None is both, each at its noise levels.
+    expert: str | None = request_field(
+        f"{EXPERTS[0]} or {EXPERTS[1]}: every step by this expert alone, in models with two.",
+        OneOf(EXPERTS),
+        refusal=NO_EXPERTS,
     )
     # The share of the guided velocity that is brought to the conditional one's deviation; None is 0.
     guidance_rescale: float | None = _rescale_field(
@@ -416,6 +426,20 @@ class GenerationRequest:
         pipeline_parameters=("video", "control_video", "conditioning_frames"),
         refusal="this model takes no control video; leave it out",
     )
+    # What denoising starts from in place of noise alone (denoising/initial_latents.py): never a condition of the model,
+    # as the fields above are. None begins with noise.
+    init_path: str | None = _input_field(
+        "A picture or a video to start from, noised to --strength: image to image, video to video.",
+        VideoFile(),
+        refusal=NO_INITIAL,
+    )
+    # The share of the steps that run, the last ones. None beside init_path: sigmas that begin below 1 say it.
+    strength: float | None = request_field(
+        "How much of --init-path is made anew: this share of the steps runs, 0 to 1; 1 is noise alone. Default: 0.6.",
+        Number(maximum=1.0),
+        panel=WHAT,
+        pipeline_parameters=OWN_NAME,
+    )
     # Of models that restore a video (models/video_restoration.py): the first frame of the file that is read, and how
     # the colours of the file are kept.
     video_first_frame: int | None = _restoration_field(
@@ -439,9 +463,11 @@ class GenerationRequest:
         refusal="this model compresses no images; leave it out",
         used_with=IMAGES,
     )
-    # The mask of a part of the image or of the control video, of its size; white is what is made anew.
+    # The mask of a part of the image or of the control video, of its size, for models that are made for it; for others
+    # of a part of init_path. White is what is made anew.
     mask_path: str | None = _input_field(
-        "The mask of --image-path or --video-path, for models that make a part anew: white is made anew.",
+        "The mask of --init-path (inpainting), or of --image-path or --video-path in models that take one with it: "
+        "white is made anew.",
         MaskFile(),
         pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
         refusal="this model takes no mask; leave it out",
@@ -551,7 +577,7 @@ def paths_of(field: str, value: Any) -> tuple[str, ...]:
 def too_many_images(field: str, paths: Sequence[str], expected: int) -> str:
     """For a RequestError: how many images a field may name, and which it names."""
     given, but_one = ", ".join(map(shown, paths)), "all but one" if expected == 1 else f"all but {expected}"
-    noun = {"video_path": "video", "audio_path": "sound file"}.get(field, "image")
+    noun = {"video_path": "video", "init_path": "picture or video", "audio_path": "sound file"}.get(field, "image")
     several = f"one {noun}" if expected == 1 else f"at most {expected} {noun}s"
     return f"{field}: expected {several}, got {len(paths)}: {given}; leave {but_one} out"
 

@@ -20,8 +20,9 @@ from diffusion_runtime.denoising.registry import sampler_of
 from diffusion_runtime.denoising.segments import SegmentPlan
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
-from diffusion_runtime.request.generation_request import REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request.generation_request import EXPERTS, REQUEST_FIELDS, GenerationRequest
 from diffusion_runtime.request.step_cache_options import StepCacheSettings
+from diffusion_runtime.request.strength import starts_from_noise, steps_left_out
 from diffusion_runtime.rules.draft import filled
 from diffusion_runtime.rules.guidance import Guidance
 from diffusion_runtime.rules.sizes import Sizes
@@ -57,6 +58,8 @@ class BatchSettings:
 
     def expert_at(self, own: Callable[[float], int]) -> Callable[[float], int]:
         """Return which expert predicts at a timestep in [0, 1000]. own: of the transformer."""
+        if self.shared.expert is not None:
+            return lambda _: EXPERTS.index(str(self.shared.expert))
         ratio = self.shared.boundary_ratio
         return own if ratio is None else lambda timestep: 0 if timestep >= 1000 * ratio else 1
 
@@ -116,7 +119,7 @@ class BatchSettings:
 
     @property
     def num_inference_steps(self) -> int:
-        """Steps of the first stage."""
+        """Steps of the first stage, with those that strength leaves out."""
         return filled(self.shared.num_inference_steps)
 
     @property
@@ -126,8 +129,8 @@ class BatchSettings:
 
     @property
     def num_steps(self) -> int:
-        """Steps of both stages together."""
-        return self.num_inference_steps + len(self.second_levels)
+        """Steps of both stages together that run."""
+        return self.num_inference_steps - steps_left_out(self.shared) + len(self.second_levels)
 
     @property
     def num_predictions(self) -> int:
@@ -140,7 +143,8 @@ class BatchSettings:
         """Build the sampler of these values, or of one chunk of a causal model's video. Raises what `sampler_of`
         raises."""
         shared = self.chunking.first_chunk() if chunk == 0 else self.shared
-        return sampler_of(shared, self.sampling.scheduler, self.sampling.schedule)
+        sampler = sampler_of(shared, self.sampling.scheduler, self.sampling.schedule)
+        return sampler if starts_from_noise(shared) else sampler.from_step(steps_left_out(shared))
 
     @property
     def decides_per_sample(self) -> bool:

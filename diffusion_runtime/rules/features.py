@@ -14,6 +14,7 @@ from diffusion_runtime.request.layers import EXPLICIT_LEVELS
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.samplers import SAMPLERS, RegisteredSampler
 from diffusion_runtime.request.step_cache_options import DBCacheOptions, MagCacheOptions, TeaCacheOptions
+from diffusion_runtime.request.strength import steps_left_out
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.step_cache_rules import step_cache_of
 
@@ -25,10 +26,12 @@ _OPTION_DEFAULTS = {field.name: field.default for field in fields(RuntimeConfig)
 @dataclass(frozen=True)
 class ChosenRequest:
     """A resolved request and the facts about its model that pairs ask for. edits_images: the model takes images to
-    edit. replays_passes: --cuda-graphs on. has_two_experts: one for high and one for low noise."""
+    edit; takes_masks: masks as a condition. replays_passes: --cuda-graphs on. has_two_experts: one for high and one for
+    low noise."""
 
     settings: BatchSettings
     edits_images: bool = False
+    takes_masks: bool = False
     replays_passes: bool = False
     has_two_experts: bool = False
 
@@ -62,6 +65,9 @@ class ChosenRequest:
             "skip-layer guidance": lambda: settings.guidance.skip is not None,
             "image with a strength below 1": lambda: any(s != 1 for _, _, s in request.frame_conditions or ()),
             "image to edit": lambda: self.edits_images and request.image_path is not None,
+            "mask of the model's own": lambda: self.takes_masks and request.mask_path is not None,
+            "frames before the clip": lambda: _num_frames_before(settings) > 0,
+            "part of the steps": lambda: steps_left_out(request) > 0,
             "sound": lambda: sampling.geometry.makes_sound,
             "CUDA graphs": lambda: self.replays_passes,
         }
@@ -112,6 +118,13 @@ class ChosenRuntime:
     def values(self) -> dict[str, Any]:
         """Return what the refusals name."""
         return {"config": self.config}
+
+
+def _num_frames_before(settings: BatchSettings) -> int:
+    """Return the latent frames before those of the clip: of a model trained so, or of its reference images."""
+    control = settings.sampling.control
+    references = 0 if control is None else control.num_references(settings.shared)
+    return settings.sampling.geometry.num_latents_before + references
 
 
 def _is_progressive(request: GenerationRequest) -> bool:

@@ -117,9 +117,14 @@ class ImageRules:
             return
         if request.mask_path is not None and isinstance(request.image_path, str):
             check_mask(request.mask_path, request.image_path)
-        for name in IMAGE_FIELDS:
+        for name in self._fields_of_pictures:
             for path in image_paths(request, name):
                 check_image(path, size.height, size.width, name, crf=request.image_crf or 0)
+
+    @property
+    def _fields_of_pictures(self) -> tuple[str, ...]:
+        """The fields of images that are a condition of the model: a mask may be of what denoising starts from."""
+        return tuple(name for name in IMAGE_FIELDS if name != "mask_path" or self.inputs.takes_masks)
 
     def _check_frame_conditions(self, request: GenerationRequest, size: ClipSize) -> None:
         """Raises RequestError for images at frames that the clip does not have or that other fields name."""
@@ -139,7 +144,8 @@ class ImageRules:
     def remarks(self, settings: BatchSettings) -> list[str]:
         """Return what of the images of a resolved request is not used as it is, as sentences."""
         control = self.sampling.control
-        remarks = image_remarks(settings.shared, but=() if control is None else VIDEO_FIELDS)
+        but = VIDEO_FIELDS if control is not None else set(IMAGE_FIELDS) - set(self._fields_of_pictures)
+        remarks = image_remarks(settings.shared, but=but)
         if self.inputs.references is not None:
             paths = image_paths(settings.shared, "image_path")
             remarks += self.inputs.references.remarks(paths, settings.size.height, settings.size.width)

@@ -24,6 +24,13 @@ from diffusion_runtime.rules.draft import Draft, filled
 from diffusion_runtime.rules.features import ChosenRequest
 from diffusion_runtime.rules.guidance import check_guidance
 from diffusion_runtime.rules.images import ImageRules
+from diffusion_runtime.rules.initial_picture import (
+    check_given,
+    check_initial,
+    default_strength,
+    initial_remarks,
+    size_of_picture,
+)
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.sizes import check_keyframes, check_second_stage, frame_rule_of, shift_of_size
@@ -77,6 +84,7 @@ class RequestRules:
         if self.sampling.is_causal:
             try_first_chunk(settings)
         self._images.check(settings)
+        check_initial(settings)
         for layer in self.attention_layers:
             layer.decisions.check_request(settings.num_steps)
         check_stop(settings, self.attention_layers)
@@ -92,12 +100,16 @@ class RequestRules:
         own = frozenset(draft.values)
         # An image says more of the size than the model does.
         self._images.fill(draft)
+        if "init_path" in self.model_fields:
+            draft.fill(size_of_picture(draft, self.defaults, self.sampling.geometry))
+        draft.fill(default_strength(draft, own))
         draft.fill(self.defaults)
         draft.settle_length(frame_rule_of(draft, self.sampling))
         self.preset_rules.choose_shift(draft, own)
         if draft.sampler is None:
             raise self.sampling.scheduler.unknown_class_error()
         refuse_unused(draft, self.model_fields, self.sampling.product)
+        check_given(draft, self.inputs.takes_masks)
         self._images.count(draft)
         draft.fill(shift_of_size(draft, self.sampling))
         return draft.request()
@@ -132,6 +144,7 @@ class RequestRules:
             *self._open_values(request),
             *self.preset_rules.remarks(settings),
             *settings.segments.remarks,
+            *initial_remarks(settings),
             *self._attention_remarks(settings),
         )
 
@@ -194,6 +207,7 @@ class RequestRules:
         return ChosenRequest(
             settings,
             edits_images=self.inputs.references is not None,
+            takes_masks=self.inputs.takes_masks,
             replays_passes=self.step_caches.needs_whole_passes,
             has_two_experts="guidance_scale_2" in self.model_fields,
         )

@@ -18,6 +18,7 @@ from diffusion_runtime.request.step_cache_options import (
     TeaCacheOptions,
     TeaCachePolynomials,
 )
+from diffusion_runtime.request.strength import steps_that_run
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
 
@@ -35,8 +36,8 @@ def step_cache_values(request: GenerationRequest, cache: StepCacheSettings | Non
     cache = step_cache_of(request) if cache is None else cache
     if cache is None:
         return {}
-    if request.num_inference_steps is not None:
-        cache.check_steps(request.num_inference_steps)
+    if (num_steps := steps_that_run(request)) is not None:
+        cache.check_steps(num_steps)
     return {"step_cache": cache.text, **({"guidance_mode": "two_pass"} if cache.decides_per_branch else {})}
 
 
@@ -61,9 +62,9 @@ class StepCacheRules:
         cache = step_cache_of(request)
         if cache is None:
             return {}
-        if request.num_inference_steps is not None:
+        if (num_steps := steps_that_run(request)) is not None:
             # First: no file makes up for it.
-            cache.check_steps(request.num_inference_steps)
+            cache.check_steps(num_steps)
         if isinstance(cache.options, DBCacheOptions) and num_blocks is not None:
             cache.options.check_blocks(num_blocks)
         if isinstance(cache.options, MagCacheOptions):

@@ -58,13 +58,15 @@ def _properties(kind: str) -> dict[str, Any]:
             "default": False,
             "description": "Frames as events while they are made (causal models).",
         }
-        inputs = {"input_reference": image, "references": several}
+        initial = {"description": "A picture or a video to start from, noised to strength, as input_reference."}
+        inputs = {"input_reference": image, "references": several, "init_video": initial}
         return {**properties, **inputs, "return_previews": previews, "stream": stream}
     return {
         **properties,
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},
         "image": image,
         "mask": image,
+        "init_image": image,
         "response_format": {"enum": ["b64_json", "url"]},
         "output_format": {"enum": list(IMAGE_FORMATS)},
         "output_compression": {"type": "integer", "minimum": 0, "maximum": 100},

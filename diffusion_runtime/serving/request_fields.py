@@ -66,16 +66,26 @@ _FORBIDDEN = re.compile(
 _OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "n")
 # Of the answer: what of a generation is counted or kept beside its file.
 RECORDED = ("return_report", "return_density", "return_latents")
-_OF_VIDEOS = ("input_reference", "references", "return_previews", "stream")
+_OF_VIDEOS = ("input_reference", "references", "init_video", "return_previews", "stream")
 _OF_IMAGES = (
-    *("image", "mask", "response_format", "output_format", "output_compression", "stream", "partial_images"),
+    *(
+        "image",
+        "mask",
+        "init_image",
+        "response_format",
+        "output_format",
+        "output_compression",
+        "stream",
+        "partial_images",
+    ),
     "wait",
 )
 # What becomes of the images that clients send, and of videos and sounds as references.
 _IMAGE_FIELDS: Mapping[str, Mapping[str, str]] = {
-    VIDEO: {"input_reference": "image_path", "references": "references"},
-    IMAGE: {"image": "image_path", "mask": "mask_path"},
+    VIDEO: {"input_reference": "image_path", "references": "references", "init_video": "init_path"},
+    IMAGE: {"image": "image_path", "mask": "mask_path", "init_image": "init_path"},
 }
+_FILES = tuple(dict.fromkeys(name for fields in _IMAGE_FIELDS.values() for name in fields))
 # Texts in which the options of a method name a file.
 _FILE_OPTION = re.compile(r"[:,]\s*\w*(file|path)\s*=", re.IGNORECASE)
 
@@ -199,7 +209,7 @@ def _read_image_options(draft: Draft, reader: _Reader) -> None:
 def in_clients_words(kind: str, text: str) -> str:
     """Return a message about the runtime's fields of images, which name files, with those that a client sends."""
     sent = {field: name for name, field in _IMAGE_FIELDS[kind].items()}
-    return re.sub(r"(?<![a-z_])(image|mask)_path(?![a-z_])", lambda found: sent.get(found[0], found[0]), text)
+    return re.sub(r"(?<![a-z_])(image|mask|init)_path(?![a-z_])", lambda found: sent.get(found[0], found[0]), text)
 
 
 def _take_images(draft: Draft, values: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> None:
@@ -210,6 +220,8 @@ def _take_images(draft: Draft, values: Mapping[str, Any], files: Mapping[str, li
         given = values.get(name)
         for each in given if isinstance(given, list) else [] if given is None else [given]:
             contents.append(_url_of(name, each))
+        if contents and target == "init_path" and len(contents) > 1:
+            raise invalid(name, f"{name}: expected one file, got {len(contents)}")
         if contents:
             draft.images[target] = contents
 
@@ -255,7 +267,7 @@ def _refuse_unknown(kind: str, values: Mapping[str, Any], body: Body) -> None:
             )
         raise invalid(name[:80], f"unknown field {shown(name)}.{nearest(name, own)}", "unknown_parameter")
     for name in body.files:
-        if SPELLINGS.get(name, name) not in ("input_reference", "references", "image", "mask"):
+        if SPELLINGS.get(name, name) not in _FILES:
             raise invalid(name[:80], f"{shown(name)}: expected no file", "unknown_parameter")
 
 

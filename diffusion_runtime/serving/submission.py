@@ -27,6 +27,9 @@ from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image
 
 _MAX_KEY = 255
 
+# Fields of files that may be videos, or sounds.
+_OF_ANY_KIND = ("references", "init_video")
+
 
 class Submission:
     """Accepts jobs. One client's request that comes twice at once, with one idempotency key, is one job."""
@@ -103,7 +106,7 @@ class Submission:
         if is_stream and not card.get("streams"):
             message = "stream: this model makes a clip at once, or runs in several processes; leave it out"
             raise invalid("stream", message, "unsupported_for_model")
-        if draft.images and not card.get("takes_image", True):
+        if draft.images and "init_path" not in draft.images and not card.get("takes_image", True):
             name = in_clients_words(draft.kind, next(iter(draft.images)))
             raise invalid(name, f"{name}: this model takes no images; leave it out", "unsupported_for_model")
         names = []
@@ -112,7 +115,7 @@ class Submission:
             for index, content in enumerate(contents):
                 sent_as = in_clients_words(draft.kind, field)
                 image = await self._image(sent_as, content)
-                check = check_media if field == "references" else check_image
+                check = check_media if sent_as in _OF_ANY_KIND else check_image
                 extension = await asyncio.to_thread(check, sent_as, image, settings.limits.max_upload_pixels)
                 names.append(f"{field}-{index}.{extension}")
                 path = await asyncio.to_thread(dispatcher.files.write_input, job_id, names[-1], image)

@@ -243,11 +243,7 @@ def _first_stage(parts: RequestParts, stage: StageValue, known: KnownModel) -> N
     if stage.sigmas.own is not None:
         parts.request["num_inference_steps"] = stage.sigmas.own
     elif stage.sigmas.levels[0] < 1 - _SAME_LEVEL:
-        raise NotSupportedError(
-            f"starts at a noise level of {stage.sigmas.levels[0]:.4g} (denoise below 1): an image that is changed a "
-            "little is no input; expected 1",
-            stage.node,
-        )
+        _initial(parts, stage, known)
     if known.audio_shift is not None and isinstance(known.sampling, NoiseTable):
         # The sound's noise levels follow from it.
         parts.request["flow_shift"] = (stage.guider.model.table or known.sampling).flow_shift
@@ -292,6 +288,17 @@ def _first_level(stage: StageValue) -> float:
     if first < 1 or stage.sampler.name not in _OF_RATIO or not isinstance(table, NoiseTable):
         return first
     return shifted(1 - 1e-4, table.flow_shift)
+
+
+def _initial(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:
+    """Add the picture that is noised to the first level (denoise below 1)."""
+    if stage.latent.start is None or known.sound:
+        raise NotSupportedError(
+            f"starts at a noise level of {stage.sigmas.levels[0]:.4g} (denoise below 1) from no picture; expected 1, "
+            "or a picture of VAEEncode, in a model without sound",
+            stage.node,
+        )
+    parts.request["init_path"] = parts.one_file(stage.latent.start)
 
 
 def _guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:

@@ -145,7 +145,7 @@ def write_inputs(block: Block, arguments: list[str]) -> None:
     for name in named:
         if name.endswith(".png"):
             Image.new("RGB", (width, height), "white").save(name)
-        elif name.endswith(".mp4") and "--video-path" in arguments:
+        elif name.endswith(".mp4") and {"--video-path", "--init-path"} & set(arguments):
             make_media(request.get("num_frames", 5), height, width).save(name)
         elif name.endswith(".mp4") and "--reference" in arguments:
             make_media(24, 64, 96).save(name)

@@ -14,7 +14,7 @@ from tables import table
 from diffusion_runtime.serving.api_errors import ApiError
 from diffusion_runtime.serving.bodies import nested, read_body
 from diffusion_runtime.serving.body import Body
-from diffusion_runtime.serving.request_fields import read_draft
+from diffusion_runtime.serving.request_fields import in_clients_words, read_draft
 from diffusion_runtime.serving.settings import Limits
 
 
@@ -139,6 +139,25 @@ def test_images_get_a_seed_each_and_their_options() -> None:
     assert 0 <= drawn.requests[0]["seed"] < 2**31
     warned = read_draft("image", body_of(json={"prompt": "x", "generator_device": "cuda"}), "shapes", Limits())
     assert "CPU" in warned.warnings[0]
+
+
+@table("kind, name", [("image", "init_image"), ("video", "init_video")])
+def test_a_picture_to_start_from_is_a_file_and_no_path(kind: str, name: str) -> None:
+    url = "data:image/png;base64,AAAA"
+    draft = read_draft(
+        kind, body_of(json={"prompt": "x", "strength": 0.5, name: {"image_url": url}}), "shapes", Limits()
+    )
+    assert draft.images == {"init_path": [url]}
+    assert draft.requests[0]["strength"] == 0.5
+    assert in_clients_words(kind, "init_path: is black") == f"{name}: is black"
+    for refused in (
+        {"init_path": "/etc/passwd"},
+        {name: [url, url]},
+        {"pipeline_arguments": {"eta": 1}},
+        {name: "/a.png"},
+    ):
+        with pytest.raises(ApiError):
+            read_draft(kind, body_of(json={"prompt": "x", **refused}), "shapes", Limits())
 
 
 @table(

@@ -105,6 +105,19 @@ def test_what_changes_the_picture_is_refused(changes: dict[str, Any], node_id: s
     assert reason in found.message()
 
 
+def test_a_picture_that_is_noised_in_part_is_what_denoising_starts_from() -> None:
+    """ComfyUI's image to image: the last four of eight levels, from the picture of VAEEncode."""
+    document = api_format(z_image(denoise=0.5))
+    document["6"] = {"class_type": "VAEEncode", "inputs": {"pixels": ["40", 0], "vae": ["3", 0]}}
+    document["40"] = {"class_type": "LoadImage", "inputs": {"image": "cat.png"}}
+    request = translated(graph_of_document(document)).request
+    assert request["init_path"] == "cat.png"
+    # Shift 3 of 0.5, 0.375, 0.25 and 0.125.
+    assert request["sigmas"] == pytest.approx([0.75, 9 / 14, 0.5, 0.3])
+    document["8"]["inputs"]["denoise"] = 1
+    assert "init_path" not in translated(graph_of_document(document)).request
+
+
 def test_a_shift_that_leaves_no_noise_level_is_refused() -> None:
     document = api_format(z_image())
     document["7"]["inputs"]["shift"] = 1e-20

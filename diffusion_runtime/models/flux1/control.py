@@ -13,9 +13,8 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
 from diffusion_runtime.media.images import read_image, read_mask
 from diffusion_runtime.models.flux1.config import CONTROL, FILL
-from diffusion_runtime.models.flux1.editing import load_encoder
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
-from diffusion_runtime.models.reference_images import Encode, Size, as_pixels
+from diffusion_runtime.models.reference_images import Encode, Size, as_pixels, load_image_encoder
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
@@ -48,7 +47,7 @@ class Control:
 
     def load_conditioner(self, folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ControlConditioner:
         """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
-        encode, name = load_encoder(folder, device, dtype)
+        encode, name = load_image_encoder(folder, device, dtype)
         return ControlConditioner(encode, name, masks=self.masks)
 
 

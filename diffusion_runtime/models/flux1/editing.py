@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
-from diffusion_runtime.decoders.image_decoder import AUTOENCODER, read_normalisation
 from diffusion_runtime.models.reference_images import (
-    Encode,
     ReferenceConditioner,
     ReferenceImages,
     Size,
-    encode_with,
+    load_image_encoder,
 )
 
 PIPELINE = "FluxKontextPipeline"
@@ -43,15 +41,7 @@ def edits(folder: AnyFolder) -> bool:
     return read_index(folder).get("_class_name") == PIPELINE
 
 
-def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:
-    """Load the encoder of a diffusers folder's `vae`, and its name for the report. Raises ModelLoadError."""
-    scale, shift = read_normalisation(folder)
-    autoencoder = AUTOENCODER.load(folder, device, dtype, left_out=("decoder", "post_quant_conv"))
-    encode = encode_with(autoencoder, lambda mode: (mode - shift) * scale, is_video=False)
-    return encode, f"{type(autoencoder).__name__}'s encoder"
-
-
 def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ReferenceConditioner:
     """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
-    encode, name = load_encoder(folder, device, dtype)
+    encode, name = load_image_encoder(folder, device, dtype)
     return ReferenceConditioner(REFERENCES, encode, "diffusers", name)

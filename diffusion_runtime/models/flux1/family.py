@@ -25,6 +25,7 @@ from diffusion_runtime.models.flux1.transformer import Flux1Transformer
 from diffusion_runtime.models.flux1.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.reference_images import load_image_encoder, of_pictures
 from diffusion_runtime.text_encoders.clip import CLIPPooledEncoder, load_clip
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
@@ -113,7 +114,9 @@ FAMILY = ModelFamily(
         ),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=load_image_decoder, tiling=image_tiling, has_exact_tiles=True),
+    decoding=Decoding(
+        load=load_image_decoder, load_encoder=of_pictures(load_image_encoder), tiling=image_tiling, has_exact_tiles=True
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=Flux1Transformer,

@@ -33,6 +33,7 @@ from diffusion_runtime.models.flux2.transformer import Flux2Transformer
 from diffusion_runtime.models.flux2.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.reference_images import of_pictures
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_mistral3, load_stacked_qwen3, mistral3_template
@@ -152,7 +153,9 @@ FAMILY = ModelFamily(
         read_schedule=read_schedule,
     ),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
-    decoding=Decoding(load=codec.load_decoder, tiling=image_tiling, has_exact_tiles=True),
+    decoding=Decoding(
+        load=codec.load_decoder, load_encoder=of_pictures(codec.load_encoder), tiling=image_tiling, has_exact_tiles=True
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=Flux2Transformer,

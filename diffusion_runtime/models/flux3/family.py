@@ -30,6 +30,7 @@ from diffusion_runtime.models.flux3.transformer import REFERENCE_ROLE, TEXT_ROLE
 from diffusion_runtime.models.flux3.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.reference_images import of_pictures
 
 # For the flow map.
 _FEW_STEPS = published_defaults("flux.3-image-klein", "num_inference_steps", "guidance_scale")
@@ -75,7 +76,9 @@ FAMILY = ModelFamily(
     roles=(("self", "self"), (TEXT_ROLE, "cross"), (REFERENCE_ROLE, "cross")),
     requests=Requests(defaults=published_defaults("flux.3-image-klein-base"), read_schedule=token_shift),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
-    decoding=Decoding(load=codec.load_decoder, tiling=image_tiling, has_exact_tiles=True),
+    decoding=Decoding(
+        load=codec.load_decoder, load_encoder=of_pictures(codec.load_encoder), tiling=image_tiling, has_exact_tiles=True
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=Flux3Transformer,

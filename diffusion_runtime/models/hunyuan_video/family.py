@@ -15,7 +15,7 @@ from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, no
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
-from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
+from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner, of_clips
 from diffusion_runtime.models.hunyuan_video.config import (
     IMAGE_TO_VIDEO,
     LATENT_CONCAT,
@@ -123,7 +123,14 @@ FAMILY = ModelFamily(
         ),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=load_decoder, tiny_decoders={16: "taehv"}, is_shared=True, is_fast=True, tiling=_tiling),
+    decoding=Decoding(
+        load=load_decoder,
+        load_encoder=of_clips(load_image_conditioner),
+        tiny_decoders={16: "taehv"},
+        is_shared=True,
+        is_fast=True,
+        tiling=_tiling,
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=HunyuanVideoTransformer,

@@ -10,6 +10,7 @@ import torch
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.interface import LatentEncoder
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
@@ -25,7 +26,7 @@ AUTOENCODER = DiffusersComponent(
 
 
 class FirstFrameEncoder:
-    """AutoencoderKLHunyuanVideo15's encoder: an image as the first latent frame of a video."""
+    """AutoencoderKLHunyuanVideo15's encoder: an image as the first latent frame of a video, or a clip."""
 
     def __init__(self, autoencoder: Any, scaling_factor: float) -> None:
         self._autoencoder = autoencoder
@@ -36,6 +37,13 @@ class FirstFrameEncoder:
         3], uint8."""
         weight = next(self._autoencoder.parameters())
         pixels = image.to(weight.device, torch.float32).div(255).mul(2).sub(1).permute(2, 0, 1)[None, :, None]
+        return self.encode_frames(pixels)
+
+    def encode_frames(self, frames: torch.Tensor) -> torch.Tensor:
+        """Return the latents of a clip, float32, [1, channels, latent frames, height, width]. frames: [1, 3, frames,
+        height, width] in [-1, 1]."""
+        weight = next(self._autoencoder.parameters())
+        pixels = frames.to(weight.device)
         with torch.inference_mode(), OneDnnConvolutions():
             mode: torch.Tensor = self._autoencoder.encode(pixels.to(weight.dtype)).latent_dist.mode()
         return mode.float() * self._scaling_factor
@@ -66,6 +74,12 @@ def load_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     return FirstFrameEncoder(
         AUTOENCODER.load(folder, device, dtype, left_out=("decoder",)), read_scaling_factor(folder)
     )
+
+
+def load_clip_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+    """Load the encoder of a diffusers folder's `vae` for clips. Raises what load_decoder raises."""
+    library = LibraryAttention("vae encoder", "diffusers", f"{AUTOENCODER.class_name}'s encoder")
+    return LatentEncoder(load_encoder(folder, device, dtype).encode_frames, lambda: (library,))
 
 
 def read_scaling_factor(folder: AnyFolder) -> float:

@@ -75,6 +75,7 @@ FAMILY = ModelFamily(
     ),
     decoding=Decoding(
         load=codec.load_decoder,
+        load_encoder=codec.load_clip_encoder,
         tiny_decoders={32: "taehv1_5"},
         is_shared=True,
         is_fast=True,

@@ -17,6 +17,7 @@ from diffusion_runtime.denoising.flow_schedule import LinearQuadraticSigmas, tok
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.first_frame_encoder import of_clips
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.ltx_video import codec
 from diffusion_runtime.models.ltx_video.config import (
@@ -106,7 +107,9 @@ FAMILY = ModelFamily(
     text=TextEncoding(
         shapes=lambda folder, config: TextShapes(((_max_tokens(folder), config.text_dim),)), load=_load_text_encoder
     ),
-    decoding=Decoding(load=codec.load_decoder, is_fast=True, tiling=codec.tiling),
+    decoding=Decoding(
+        load=codec.load_decoder, load_encoder=of_clips(codec.load_image_conditioner), is_fast=True, tiling=codec.tiling
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=LTXVideoTransformer,

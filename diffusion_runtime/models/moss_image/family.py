@@ -20,6 +20,7 @@ from diffusion_runtime.models.moss_image.text import MAX_TOKENS, load_text_encod
 from diffusion_runtime.models.moss_image.transformer import TEXT_ROLE, MossImageTransformer
 from diffusion_runtime.models.moss_image.weights import LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.reference_images import of_pictures
 from diffusion_runtime.untrusted.known_settings import is_positive
 from diffusion_runtime.weights.pieces import paired_heads
 
@@ -53,7 +54,9 @@ FAMILY = ModelFamily(
     roles=(("self", "self"), (TEXT_ROLE, "cross")),
     requests=Requests(defaults=published_defaults("moss-image-sft"), read_schedule=_schedule),
     text=TextEncoding(shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)), load=load_text_encoder),
-    decoding=Decoding(load=codec.load_decoder, tiling=image_tiling, has_exact_tiles=True),
+    decoding=Decoding(
+        load=codec.load_decoder, load_encoder=of_pictures(codec.load_encoder), tiling=image_tiling, has_exact_tiles=True
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=MossImageTransformer,

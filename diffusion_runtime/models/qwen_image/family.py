@@ -50,7 +50,7 @@ from diffusion_runtime.models.qwen_image.controlnet import (
 from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import LORA_NAMES, transformer_pieces
-from diffusion_runtime.models.reference_images import Encode, as_pixels, load_encoder, scaled_to
+from diffusion_runtime.models.reference_images import Encode, as_pixels, load_encoder, of_pictures, scaled_to
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.text_encoders.interface import TextEncoder
@@ -171,7 +171,12 @@ FAMILY = ModelFamily(
     requests=Requests(defaults=published_defaults("qwen-image"), read_schedule=token_shift),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
     decoding=Decoding(
-        load=load_decoder, tiny_decoders={16: "taew2_1"}, is_shared=True, tiling=causal_tiling, is_fast=True
+        load=load_decoder,
+        load_encoder=of_pictures(partial(load_encoder, AUTOENCODER)),
+        tiny_decoders={16: "taew2_1"},
+        is_shared=True,
+        tiling=causal_tiling,
+        is_fast=True,
     ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,

@@ -32,10 +32,17 @@ REFERENCES = ReferenceImages(MOST, scaled, sized_by=-1, usual=0, are_cached=True
 
 def load_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> ReferenceConditioner:
     """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
+    encode, name = load_opaque_encoder(folder, device, dtype)
+    return ReferenceConditioner(REFERENCES, encode, "diffusers", name)
+
+
+def load_opaque_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> tuple[Encode, str]:
+    """Load the encoder of a diffusers folder's `vae` for pictures without transparency, and its name for the report.
+    Raises ModelLoadError."""
     encode, name = load_encoder(AUTOENCODER, folder, device, dtype)
     if read_config(folder, COMPONENT).whole_number("in_channels", RGBA) == RGBA:
         encode = _opaque(encode)
-    return ReferenceConditioner(REFERENCES, encode, "diffusers", name)
+    return encode, name
 
 
 def _opaque(encode: Encode) -> Encode:

@@ -20,10 +20,11 @@ from diffusion_runtime.models.qwen_image_21.config import (
     read_sample_sigmas,
     read_transformer_config,
 )
-from diffusion_runtime.models.qwen_image_21.editing import REFERENCES, load_conditioner
+from diffusion_runtime.models.qwen_image_21.editing import REFERENCES, load_conditioner, load_opaque_encoder
 from diffusion_runtime.models.qwen_image_21.text import MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
 from diffusion_runtime.models.qwen_image_21.weights import LORA_NAMES, transformer_pieces
+from diffusion_runtime.models.reference_images import of_pictures
 from diffusion_runtime.text_encoders.picture_language_model import (
     has_preparation_of_pictures,
     read_preparation_of_pictures,
@@ -80,7 +81,7 @@ FAMILY = ModelFamily(
         ),
         load=load_text_encoder,
     ),
-    decoding=Decoding(load=load_decoder, tiling=tiling),
+    decoding=Decoding(load=load_decoder, load_encoder=of_pictures(load_opaque_encoder), tiling=tiling),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=QwenImage21Transformer,

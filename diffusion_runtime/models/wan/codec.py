@@ -16,6 +16,7 @@ from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.causal_video_decoder import KNOWN, CausalVideoDecoder, decoding_half, exact_decoder
 from diffusion_runtime.decoders.fused_norms import fuse_norms, use_last_taps, with_shared_weights
+from diffusion_runtime.decoders.interface import LatentEncoder
 from diffusion_runtime.decoders.video_decoder import (
     MIN_DECIBELS,
     differs_by,
@@ -218,6 +219,12 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     """
     restore = restore_by_config(folder, device)
     return exact_decoder(AUTOENCODER.load_decoder(folder, device, dtype), restore)
+
+
+def load_clip_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+    """Load the encoder of `vae` for clips. Raises what load_decoder raises."""
+    encoder = load_image_conditioner(folder, device, dtype, one_frame=False)
+    return LatentEncoder(lambda frames: encoder.encode_frames(frames[0]), lambda: encoder.libraries)
 
 
 def load_image_conditioner(

@@ -249,6 +249,7 @@ FAMILY = ModelFamily(
         tiling=causal_tiling,
         is_fast=True,
         load=codec.load_decoder,
+        load_encoder=codec.load_clip_encoder,
         tiny_decoders={16: "taew2_1", 48: "taew2_2"},
     ),
     read_config=read_transformer_config,

@@ -87,7 +87,8 @@ FAMILY: ModelFamily[WanAnimate2Config, LatentGeometry] = ModelFamily(
     roles=(("self", "self"), ("cross", "cross"), (IMAGE_ROLE, "cross"), (REFERENCE_ROLE, "cross")),
     requests=Requests(defaults=published_defaults("wan2.2-animate-2-14b")),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder, library=umt5_library),
-    decoding=WAN.decoding,
+    # A clip follows a driving video, from noise alone.
+    decoding=dataclasses.replace(WAN.decoding, load_encoder=None),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=WanAnimate2Transformer,

@@ -13,6 +13,7 @@ from diffusion_runtime.denoising.flow_schedule import token_shift
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.published import published_defaults
+from diffusion_runtime.models.reference_images import load_image_encoder, of_pictures
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig, read_geometry, read_transformer_config
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.models.z_image.weights import LORA_NAMES, transformer_pieces
@@ -63,7 +64,9 @@ FAMILY = ModelFamily(
         read_schedule=token_shift,
     ),
     text=TextEncoding(shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)), load=load_text_encoder),
-    decoding=Decoding(load=load_image_decoder, tiling=image_tiling, has_exact_tiles=True),
+    decoding=Decoding(
+        load=load_image_decoder, load_encoder=of_pictures(load_image_encoder), tiling=image_tiling, has_exact_tiles=True
+    ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=ZImageTransformer,

@@ -183,7 +183,7 @@ def test_what_cannot_be_made_is_said_before_the_weights_load(
         (of_fill, True, {"mask_path": str(tmp_path / "alpha.png")}, "mask_path: .*alpha.png has transparent parts"),
         (of_fill, True, {"mask_path": str(tmp_path / "none.png")}, "mask_path: .*none.png: no such file"),
         (of_fill, True, {"height": 64}, "image_path: .* is 60 x 40 .*ratio of the sides must agree"),
-        (of_control, True, {}, "mask_path: this model takes no mask; leave it out"),
+        (of_control, True, {}, "mask_path: a mask says what of a picture or a video is made anew; give that"),
         (of_control, False, {"image_path": None}, "image_path: this model makes images from an image; give one"),
     ):
         with pytest.raises(RequestError, match=told):

@@ -351,7 +351,7 @@ def test_what_cannot_control_a_clip_is_said_before_the_weights_load(
     others = inspect_pipeline(RuntimeConfig("shapes", device="cpu")).rules
     for given, told in (
         (video, "video_path: this model takes no control video; leave it out"),
-        (mask, "mask_path: this model takes no mask; leave it out"),
+        (mask, "mask_path: a mask says what of a picture or a video is made anew; give that: --init-path FILE"),
         ({"conditioning_scale": 1.0}, "conditioning_scale: this model has no control blocks; leave it out"),
     ):
         with pytest.raises(RequestError, match=told):

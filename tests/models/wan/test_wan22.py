@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from PIL import Image
 from saved_runs import assert_same, finished
+from tables import table
+from tiny_families import small_request
 from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
@@ -263,6 +266,28 @@ def test_a_missing_image_fails_before_any_work(image_folder: Path, tmp_path: Pat
     ours = load_pipeline(str(image_folder), device="cpu")
     with pytest.raises(RequestError, match="no such file"):
         ours.resolve(image_request(image_path=str(tmp_path / "none.png")))
+
+
+@table("expert", ["high_noise", "low_noise"])
+def test_one_expert_alone(experts_folder: Path, tmp_path: Path, expert: str) -> None:
+    """Every step is predicted as by a model of that transformer alone, with the expert's guidance."""
+    single = tmp_path / "single"
+    shutil.copytree(experts_folder, single)
+    if expert == "low_noise":
+        shutil.rmtree(single / "transformer")
+        (single / "transformer_2").rename(single / "transformer")
+    index = json.loads((single / "model_index.json").read_text())
+    index |= {"transformer_2": [None, None], "boundary_ratio": None}
+    (single / "model_index.json").write_text(json.dumps(index))
+    two, one = (load_pipeline(str(folder), device="cpu") for folder in (experts_folder, single))
+    request = small_request(two, 3)
+    of_two = dataclasses.replace(request, expert=expert, guidance_scale=2.0, guidance_scale_2=3.0)
+    scale = 3.0 if expert == "low_noise" else 2.0
+    assert torch.equal(two.latents(of_two), one.latents(dataclasses.replace(request, guidance_scale=scale)))
+    with pytest.raises(RequestError, match="boundary_ratio: one expert predicts every step"):
+        two.resolve(dataclasses.replace(of_two, boundary_ratio=0.5))
+    with pytest.raises(RequestError, match="expert: this model has one expert"):
+        one.resolve(dataclasses.replace(request, expert=expert))
 
 
 def test_a_second_expert_of_another_size_is_refused(experts_folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Rules for pictures and videos that a request starts from: init_path, its strength and its mask (image to image,
+inpainting)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from diffusion_runtime.core.latent_geometry import LatentGeometry
+from diffusion_runtime.errors import RequestError
+from diffusion_runtime.media.clips import inspect_clip
+from diffusion_runtime.models.video_control import check_clip, check_clip_mask, clip_remarks
+from diffusion_runtime.request.layers import EXPLICIT_LEVELS
+from diffusion_runtime.request.strength import DEFAULT_STRENGTH, starts_from_noise, steps_left_out
+from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.draft import Draft
+
+_FIELD = "init_path"
+
+
+def check_given(draft: Draft, own_masks: bool) -> None:
+    """Raises RequestError for a strength, or a mask, of a picture that is not given. own_masks: whether the model takes
+    masks as a condition, of other fields."""
+    if draft.init_path is not None:
+        return
+    if draft.strength is not None:
+        raise RequestError(
+            "strength: it says how much of a picture or a video to start from is made anew; give that: --init-path FILE"
+        )
+    if draft.mask_path is not None and not own_masks:
+        raise RequestError(
+            "mask_path: a mask says what of a picture or a video is made anew; give that: --init-path FILE"
+        )
+
+
+def size_of_picture(draft: Draft, defaults: Mapping[str, Any], geometry: LatentGeometry) -> dict[str, int]:
+    """Return the height and width of what is made of init_path where a request says neither: its ratio, and the area
+    of the model's default. Raises what inspect_clip raises."""
+    sides = defaults.get("height"), defaults.get("width")
+    if draft.init_path is None or draft.height or draft.width or not all(isinstance(side, int) for side in sides):
+        return {}
+    facts = inspect_clip(draft.init_path, _FIELD, 1)
+    scale = math.sqrt(math.prod(map(int, sides)) / (facts.height * facts.width))  # type: ignore[arg-type]
+    multiples = (geometry.token_multiple * geometry.spatial_factor * patch for patch in geometry.patch[1:])
+    rows, columns = (
+        max(round(side * scale / multiple), 1) * multiple
+        for side, multiple in zip((facts.height, facts.width), multiples, strict=True)
+    )
+    return {"height": rows, "width": columns}
+
+
+def default_strength(draft: Draft, own: Collection[str]) -> dict[str, float]:
+    """Return the strength of a request that says none; nothing where noise levels of its own begin below 1. own: the
+    fields that the request or its preset sets."""
+    levels = next((draft.values[name] for name in EXPLICIT_LEVELS if name in own and name in draft.values), None)
+    if draft.init_path is None or (levels is not None and levels[0] < 1):
+        return {}
+    return {"strength": DEFAULT_STRENGTH}
+
+
+def check_initial(settings: BatchSettings) -> None:
+    """Raises RequestError for files that a clip cannot start from, and a strength that leaves no step."""
+    request, size, factor = settings.shared, settings.size, settings.sampling.geometry.temporal_factor
+    if request.init_path is None:
+        return
+    if steps_left_out(request) >= settings.num_inference_steps:
+        raise RequestError(
+            f"strength: {request.strength:g} of {settings.num_inference_steps} steps leaves none, and init_path as it "
+            "is; expected more than 0"
+        )
+    facts = check_clip(_FIELD, request.init_path, size, factor)
+    if request.mask_path is not None:
+        check_clip_mask(request.mask_path, facts, _FIELD, size, factor)
+
+
+def initial_remarks(settings: BatchSettings) -> Iterator[str]:
+    """Yield sentences on the steps that run from init_path, and on what of it is not used."""
+    request, size = settings.shared, settings.size
+    if request.init_path is None:
+        return
+    for field in (_FIELD, "mask_path"):
+        if (path := getattr(request, field)) is not None:
+            yield from clip_remarks(field, path, size)
+    if starts_from_noise(request):
+        rest = "the rest of the mask alone is of it" if request.mask_path else "it is not used"
+        yield f"init_path: strength 1 begins with noise: {rest}"
+        return
+    level = settings.build_sampler().steps(torch.device("cpu"))[0].sigma
+    given = "sigmas" if request.strength is None else f"strength {request.strength:g}"
+    yield (
+        f"init_path: {given}: {settings.num_steps} of {settings.num_inference_steps} steps run, from a noise level of "
+        f"{level:.3g}"
+    )
