@@ -25,6 +25,18 @@ class SampleNoise:
         later one."""
         return self.draw_of(self._shape[1:])
 
+    def draw_repeated(self, length: int, stride: int) -> torch.Tensor:
+        """`draw`, with the noise of the frames behind the first `length` that of frames before them, in another order
+        (FreeNoise, arXiv:2310.15169): each run of `stride` frames is the run that lies `length` frames earlier,
+        shuffled, by each sample's generator. The shape of a sample is (channels, frames, height, width)."""
+        noise = self.draw()
+        for place in range(length, noise.shape[2], stride):
+            count = min(stride, noise.shape[2] - place)
+            for sample, generator in zip(noise, self._generators, strict=True):
+                order = torch.randperm(count, generator=generator) + place - length
+                sample[:, place : place + count] = sample[:, order]
+        return noise
+
     def draw_of(self, latent_shape: Sequence[int]) -> torch.Tensor:
         """`draw` in another shape."""
         return torch.cat([torch.randn((1, *latent_shape), generator=generator) for generator in self._generators])

@@ -311,7 +311,8 @@ def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int
     key-value cache)."""
     size, branches = planned.size, 1 + planned.is_guided
     passes = planned.num_samples * (branches if planned.is_batched else 1)
-    num_tokens = rules.sampling.geometry.num_tokens(size.height, size.width, size.num_frames)
+    of_pass = BatchSettings.of([planned.request], rules.sampling).of_window(size)
+    num_tokens = rules.sampling.geometry.num_tokens(of_pass.height, of_pass.width, of_pass.num_frames)
     if rules.inputs.media is not None:
         num_tokens += rules.inputs.media.num_tokens(planned.request, size)
     cached = 0

@@ -39,6 +39,8 @@ NO_SOUND = "this model does not make pictures and sound together; leave it out"
 NO_PREDICTED_LENGTH = "this model chooses no length for a prompt, as LTX-2.5 does; leave it out"
 NO_CONTROLNET = "this model has no ControlNet; leave it out"
 NO_SEGMENTS = "this model makes a video at once, not in segments; leave it out"
+NO_RIFLEX = "RIFLEx lowers a frequency of rotary positions that count frames, in clips made at once; leave it out"
+NO_WINDOWS = "context windows are of clips of pictures alone that are made at once, without control; leave it out"
 NO_RESTORATION = "this model restores no video, as `diffusion-runtime upscale` does with SeedVR2; leave it out"
 
 # RequestField.pipeline_parameters of a field that diffusers' pipelines call by the same name.

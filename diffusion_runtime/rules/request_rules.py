@@ -24,6 +24,7 @@ from diffusion_runtime.rules.draft import Draft, filled
 from diffusion_runtime.rules.features import ChosenRequest
 from diffusion_runtime.rules.guidance import check_guidance
 from diffusion_runtime.rules.images import ImageRules
+from diffusion_runtime.rules.longer_clips import longer_clip_remarks, riflex_values, window_values
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.sizes import check_second_stage, shift_of_size
@@ -66,7 +67,8 @@ class RequestRules:
         check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
             check_chunks(settings)
-        values = chunk_values(settings)
+        values = chunk_values(settings) if self.sampling.is_causal else window_values(settings)
+        values |= riflex_values(settings, self.defaults)
         check_guidance(settings.guidance, self.num_blocks)
         if settings.guidance.skip is not None:
             values |= {"guidance_mode": settings.guidance.mode}
@@ -129,6 +131,7 @@ class RequestRules:
             *self._open_values(request),
             *self.preset_rules.remarks(settings),
             *settings.segments.remarks,
+            *longer_clip_remarks(settings),
             *self._attention_remarks(settings),
         )
 
@@ -202,6 +205,7 @@ class RequestRules:
         if self.sampling.is_causal:
             return gates
         size, geometry = settings.size, self.sampling.geometry
+        size = settings.of_window(size)
         grid = geometry.grid(geometry.latent_shape(size.height, size.width, size.num_frames))
         return (*gates, *never_sparse(self.attention_layers, grid, settings.num_steps))
 
