@@ -81,8 +81,8 @@ class RequestCache:
         return self._scope((step.expert, step.branch))
 
     def of_layer(self, layer: LayerInfo, step: StepInfo) -> CacheScope:
-        """The scope of one layer, by index and role, in the step's expert and guidance branch."""
-        return self._scope((step.expert, step.branch, layer.index, layer.role))
+        """The scope of one layer, by index and role, in the step's expert, guidance branch and context window."""
+        return self._scope((step.expert, step.branch, layer.index, layer.role, step.window))
 
     def scope(self, key: Hashable) -> CacheScope:
         """The scope under a key of a FixedState's."""

@@ -38,7 +38,7 @@ class StepInfo:
     prefix (attention/cache/prefix.py). frame_timesteps: of each latent frame of the pass, where they differ, as in a
     rolling window; None where timestep is that of all. shares_keys: whether the unconditional branch goes on from the
     cached keys of the conditional one, since it has none of its own. skipped_blocks: indices of the blocks that take no
-    part in the pass (skip-layer guidance).
+    part in the pass (skip-layer guidance). window: which context window of the clip the pass is over.
     """
 
     index: int = 0
@@ -53,3 +53,4 @@ class StepInfo:
     frame_timesteps: tuple[float, ...] | None = None
     shares_keys: bool = False
     skipped_blocks: tuple[int, ...] = ()
+    window: int = 0

@@ -26,6 +26,20 @@ class SampleNoise:
         later one."""
         return self.draw_of(self._shape[1:])
 
+    def draw_repeated(self, length: int, stride: int) -> torch.Tensor:
+        """`draw`, with the noise of the frames behind the first `length` that of frames before them, in another order
+        (FreeNoise, arXiv:2310.15169): each run of `stride` frames is the run that lies `length` frames earlier,
+        shuffled, by each sample's seed. The shape of a sample is (channels, frames, height, width)."""
+        noise = self.draw()
+        # Generators of their own: those of the noise stay where so many draws leave them, see draw_again.
+        orders = [torch.Generator().manual_seed(each.initial_seed()) for each in self._generators]
+        for place in range(length, noise.shape[2], stride):
+            count = min(stride, noise.shape[2] - place)
+            for sample, generator in zip(noise, orders, strict=True):
+                order = torch.randperm(count, generator=generator) + place - length
+                sample[:, place : place + count] = sample[:, order]
+        return noise
+
     def draw_of(self, latent_shape: Sequence[int]) -> torch.Tensor:
         """`draw` in another shape."""
         self._drawn.append(tuple(latent_shape))

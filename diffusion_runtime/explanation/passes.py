@@ -25,10 +25,10 @@ from diffusion_runtime.rules.batch_settings import BatchSettings
 class StepPass:
     """The forward passes of one call of the model.
 
-    size: of the clip. step: its index among those of its group; None for a commit, which belongs to no step. num: how
-    many passes, by guidance branches and experts. weight: the same in passes as large as the one that is counted, which
-    may be of two branches. cache: of a pass over some frames of a video that is made chunk by chunk. is_controlled:
-    False where a ControlNet leaves it out.
+    size: of the clip, or of a context window of it. step: its index among those of its group; None for a commit, which
+    belongs to no step. num: how many passes, by guidance branches, experts and context windows. weight: the same in
+    passes as large as the one that is counted, which may be of two branches. cache: of a pass over some frames of a
+    video that is made chunk by chunk. is_controlled: False where a ControlNet leaves it out.
     """
 
     size: ClipSize
@@ -73,7 +73,7 @@ def num_first_steps(settings: BatchSettings) -> int | None:
 def _groups_of_clip(
     prepared: InspectableModel, planned: PlannedRequest, settings: BatchSettings
 ) -> Iterator[PassGroup]:
-    count, settings = len(settings.segments), settings.of_segment()
+    count, settings = len(settings.segments) * len(settings.windows or (None,)), settings.of_segment()
     further, is_joined = len(planned.further_branches), planned.is_guided and planned.is_batched
     num = ((1 if is_joined or not planned.is_guided else 2) + further) * count
     weight = num - count * further / 2 if is_joined else num
@@ -95,7 +95,7 @@ def _groups_of_clip(
             settings.num_steps,
             tuple(
                 StepPass(
-                    stage.size,
+                    settings.of_window(stage.size),
                     index,
                     num,
                     weight,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,10 +102,21 @@ class BatchRun:
     def read_prompts(self, clock: StageClock) -> EncodedPrompts:
         """Encode the prompts of the batch, as a stage."""
         with clock.stage("text", 1) as done:
-            prompts = self.encode()
+            prompts = self._with_windows(self.encode())
             done(1)
         self.participants.after_text()
         return prompts
+
+    def _with_windows(self, prompts: EncodedPrompts) -> EncodedPrompts:
+        """Return the prompts with those of context windows that have their own."""
+        wanted = self.settings.window_prompts
+        encoded: dict[str | None, EncodedPrompts] = {None: prompts}
+        encoded |= {prompt: self.encode(prompt) for prompt in dict.fromkeys(wanted) if prompt is not None}
+        if len(encoded) == 1:
+            return prompts
+        of_requests = zip(*(each.notes for each in encoded.values()), strict=True)
+        notes = tuple(tuple(dict.fromkeys(chain.from_iterable(of_one))) for of_one in of_requests)
+        return EncodedPrompts(prompts.conditions, notes, tuple(encoded[prompt].conditions for prompt in wanted))
 
     def with_known_length(self, clock: StageClock) -> tuple[BatchRun, EncodedPrompts | None]:
         """Return the run, and its prompts where they had to be encoded: of one request that leaves its length open the
@@ -140,7 +152,9 @@ class BatchRun:
             denoiser, seeds = self.denoiser(), [request.seed for request in self.batch]
             if not self.settings.sampling.is_causal:
                 begin = None if self.begin is None else self.begin.state
-                denoised = denoiser.denoise(prompts.conditions, seeds, on_step, begin=begin)
+                denoised = denoiser.denoise(
+                    prompts.conditions, seeds, on_step, begin=begin, of_windows=prompts.of_windows
+                )
             elif self.begin is not None:
                 latents = self.begin.clean[0]
                 denoised = Denoised(latents.to(self.device), self.settings.size, None)

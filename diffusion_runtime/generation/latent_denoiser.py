@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.decoders.interface import LatentEncoder
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
+from diffusion_runtime.denoising.context_windows import over_windows
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import RequestGuidance
@@ -41,6 +42,14 @@ from diffusion_runtime.report.attention_report import AttentionRecorder, Library
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomials
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.text_encoders.interface import Conditions
+
+
+@dataclass(frozen=True)
+class _PromptRun:
+    """A text by guidance branch, with what its forward passes keep."""
+
+    text: Mapping[str, Conditions]
+    state: RequestCache = field(default_factory=RequestCache)
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,11 @@ class LatentDenoiser:
         on_step: OnStep,
         num_drawn: int = 0,
         begin: DenoisingState | None = None,
+        of_windows: Sequence[Mapping[str, Conditions]] = (),
     ) -> Denoised:
         """Denoise to the end, or to the request's stop_after_step. text: by guidance branch. seeds: of each sample's
         noise. num_drawn: how many times as much noise earlier segments of the video have drawn. begin: the place to go
-        on from, None for the first step.
+        on from, None for the first step. of_windows: the text of each context window; empty for `text` in all.
 
         Raises DiffusionRuntimeError when the latents are not finite.
         """
@@ -117,9 +127,11 @@ class LatentDenoiser:
         if begin is not None:
             noise.draw_again(begin.drawn)
         # What is computed from the prompt alone serves every size.
-        state, forward = RequestCache(), self.forward_of()
-        plan_steps(state, [step for stage in stages if not stage.refines for step in stage.steps(self.device)])
-        runs = [self._run_of(stage, text, forward, state) for stage in stages]
+        prompts, forward = self._prompts(of_windows or [text] * len(settings.windows or (None,))), self.forward_of()
+        steps = [step for stage in stages if not stage.refines for step in stage.steps(self.device)]
+        for state in {prompt.state for prompt in prompts}:
+            plan_steps(state, steps)
+        runs = [self._run_of(stage, prompts, forward) for stage in stages]
         number, stop = 0 if begin is None else begin.stage, settings.shared.stop_after_step
         place = self._first_place(runs[0], noise) if begin is None else begin.sampler.on(self.device)
         while True:
@@ -154,7 +166,7 @@ class LatentDenoiser:
 
     def _first_place(self, run: _StageRun, noise: SampleNoise) -> SamplerState:
         """Return the place before the first step. run: of the first stage."""
-        latents = self.transformer.start(noise.draw().to(self.device), run.inputs["cond"])
+        latents = self.transformer.start(self._initial(noise).to(self.device), run.inputs["cond"])
         return run.stage.start(run.stage.begin(latents, noise))
 
     def _initial_latents(self) -> InitialLatents | None:
@@ -176,22 +188,41 @@ class LatentDenoiser:
             self.recorder.record_library(part.component, part.library, KEPT if was_kept else part.implementation)
         return initial
 
+    def _initial(self, noise: SampleNoise) -> torch.Tensor:
+        """Draw the noise of the first step."""
+        windows = self.settings.windows
+        if windows is None or self.settings.shared.context_noise != "repeated":
+            return noise.draw()
+        return noise.draw_repeated(windows.length, windows.stride)
+
+    def _prompts(self, texts: Sequence[Mapping[str, Conditions]]) -> list[_PromptRun]:
+        """Return what runs of each text; texts that are one object share it."""
+        known = {id(each): _PromptRun(each) for each in texts}
+        return [known[id(each)] for each in texts]
+
     def _run_of(
-        self,
-        stage: DenoisingStage,
-        text: Mapping[str, Conditions],
-        forward: Callable[[ForwardPass], torch.Tensor],
-        state: RequestCache,
+        self, stage: DenoisingStage, prompts: Sequence[_PromptRun], forward: Callable[[ForwardPass], torch.Tensor]
     ) -> _StageRun:
-        """Return a stage with its conditions and its prediction. A step cache is of one stage: nothing of another size
-        can be reused."""
-        settings, inputs = self.settings, self.inputs_of(text, stage.size)
+        """Return a stage with its conditions and its prediction. prompts: of each context window, or one of the clip. A
+        step cache is of one stage: nothing of another size can be reused."""
+        settings, inputs = self.settings, self.inputs_of(prompts[0].text, stage.size)
         cache = StepCache()
         if not stage.refines:
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
-        context = functools.partial(self.context_of, state, None if stage.refines else cache.block_runner)
-        guided = self.guided(self.predict_of(forward, inputs, context), inputs["cond"], cache.wrappers)
-        predict = self._with_expert(guided, state)
+        runner = None if stage.refines else cache.block_runner
+
+        def predict_of(prompt: _PromptRun, given: Mapping[str, DenoiserInputs]) -> Predict:
+            return self.predict_of(forward, given, functools.partial(self.context_of, prompt.state, runner))
+
+        if settings.windows is None:
+            predict = predict_of(prompts[0], inputs)
+        else:
+            size = settings.of_window(stage.size)
+            # One object for the windows of a prompt: what is computed from it is kept.
+            of_each = {prompt.state: predict_of(prompt, self.inputs_of(prompt.text, size)) for prompt in prompts}
+            predict = over_windows([of_each[prompt.state] for prompt in prompts], settings.windows, self.device)
+        guided = self.guided(predict, inputs["cond"], cache.wrappers)
+        predict = self._with_expert(guided, {prompt.state for prompt in prompts})
         if self.hooks.wrap is not None and not stage.refines:
             predict = self.hooks.wrap(predict)
         return _StageRun(stage, inputs, cache, _numbered(predict, stage.first, settings.num_steps))
@@ -317,14 +348,15 @@ class LatentDenoiser:
 
         return predict
 
-    def _with_expert(self, predict: Predict, state: RequestCache) -> Predict:
-        """`predict` with the expert of each step in its StepInfo. What the one before kept in `state` is dropped."""
+    def _with_expert(self, predict: Predict, states: Collection[RequestCache]) -> Predict:
+        """`predict` with the expert of each step in its StepInfo. What the one before kept in `states` is dropped."""
         expert_at = self.settings.expert_at(self.transformer.expert_at)
 
         def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None
             expert = expert_at(step.timestep)
-            state.keep_expert(expert)
+            for state in states:
+                state.keep_expert(expert)
             return predict(latents, dataclasses.replace(step, expert=expert))
 
         return of_expert

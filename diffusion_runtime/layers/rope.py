@@ -18,6 +18,7 @@ from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.cache.plan import CachePlan
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
 from diffusion_runtime.layers.norm import RMSNorm
+from diffusion_runtime.layers.riflex import lowered
 from diffusion_runtime.parallel.sharding import SequenceSharding
 
 THETA = 10000.0
@@ -30,11 +31,16 @@ def split_head_dim(head_dim: int) -> tuple[int, int, int]:
 
 
 def grid_rotations(
-    grid: tuple[int, int, int], head_dim: int, device: torch.device, theta: float = THETA
+    grid: tuple[int, int, int],
+    head_dim: int,
+    device: torch.device,
+    theta: float = THETA,
+    lowered_index: int | None = None,
 ) -> torch.Tensor:
     """Unit complex numbers [tokens, head_dim / 2], complex64, for the tokens of a grid in raster order that starts at
-    position 0 on every axis."""
-    return position_rotations(tuple(range(size) for size in grid), split_head_dim(head_dim), device, theta)
+    position 0 on every axis. lowered_index: see position_rotations."""
+    axes, channels = tuple(range(size) for size in grid), split_head_dim(head_dim)
+    return position_rotations(axes, channels, device, theta, lowered_index=lowered_index)
 
 
 def position_rotations(
@@ -44,13 +50,15 @@ def position_rotations(
     theta: float | Sequence[float] = THETA,
     spans: Sequence[int] | None = None,
     scales: Sequence[float] | None = None,
+    lowered_index: int | None = None,
 ) -> torch.Tensor:
     """Unit complex numbers [tokens, sum(channels) / 2], complex64, for the tokens of a box of positions.
 
     axes: the positions along each axis; the tokens are all their combinations, the last axis varying fastest. channels:
     of a head that encode each axis, even numbers. spans: of tokens that cover so many positions along each axis,
     numbered by the first of them through `axes`; they turn by the middle one. None for one each. scales: what positions
-    along each axis are multiplied by; None for 1. theta: of all axes, or one for each.
+    along each axis are multiplied by; None for 1. theta: of all axes, or one for each. lowered_index: of the frequency
+    of the first axis, time, that RIFLEx lowers (layers/riflex.py); None for none.
 
     Channel pair i of an axis with n channels turns by position / theta ** (2 i / n). Angles are computed in float64: in
     float32 the last frames of a long clip would already be off in the sixth digit.
@@ -62,7 +70,8 @@ def position_rotations(
     for place, (axis, num_channels) in enumerate(zip(axes, channels, strict=True)):
         span, scale = 1 if spans is None else spans[place], 1.0 if scales is None else scales[place]
         own = theta[place] if isinstance(theta, Sequence) else theta
-        table = _axis_rotations(axis, num_channels, own, span, scale)
+        index = None if place else lowered_index
+        table = _axis_rotations(axis, num_channels, own, span, scale, index)
         shape = [size if index == place else 1 for index, size in enumerate(box)]
         tables.append(table.view(*shape, -1).expand(*box, -1))
     return torch.cat(tables, dim=-1).flatten(0, -2).to(torch.complex64).to(device)
@@ -91,13 +100,19 @@ def _shape_alone(*shape: int) -> torch.Tensor:
 
 
 def _axis_rotations(
-    positions: range, num_channels: int, theta: float, span: int = 1, scale: float = 1.0
+    positions: range,
+    num_channels: int,
+    theta: float,
+    span: int = 1,
+    scale: float = 1.0,
+    lowered_index: int | None = None,
 ) -> torch.Tensor:
     """complex128 [positions, channels / 2]. span: positions that each of them covers, from itself on. scale: is
-    multiplied with each."""
+    multiplied with each. lowered_index: see position_rotations."""
     powers = torch.arange(0, num_channels, 2, dtype=torch.float64) / max(1, num_channels)
     places = torch.arange(positions.start, positions.stop, positions.step, dtype=torch.float64)
-    angles = torch.outer((places + (span - 1) / 2) * scale, theta**-powers)
+    paces = lowered(theta**-powers, lowered_index, len(positions))
+    angles = torch.outer((places + (span - 1) / 2) * scale, paces)
     return torch.polar(torch.ones_like(angles), angles)
 
 

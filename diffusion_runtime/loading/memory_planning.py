@@ -315,7 +315,8 @@ def _extent(rules: RequestRules, planned: PlannedRequest) -> tuple[int, int, int
     if planned.attention_guidance is not None:
         # At most: of cross-attention the text alone is there twice.
         branches, passes = branches + 1, 2 * planned.num_samples
-    num_tokens = rules.sampling.geometry.num_tokens(size.height, size.width, size.num_frames)
+    of_pass = BatchSettings.of([planned.request], rules.sampling).of_window(size)
+    num_tokens = rules.sampling.geometry.num_tokens(of_pass.height, of_pass.width, of_pass.num_frames)
     if rules.inputs.media is not None:
         num_tokens += rules.inputs.media.num_tokens(planned.request, size)
     cached = 0

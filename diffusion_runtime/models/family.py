@@ -17,6 +17,7 @@ from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.decoders.interface import LatentDecoder, LatentEncoder
 from diffusion_runtime.denoising.scheduler_config import read_scheduler_config
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.riflex import TemporalFrequencies
 from diffusion_runtime.models.declaration import (
     C,
     Decoding,
@@ -105,6 +106,10 @@ class Model(Generic[C, G]):
             "decode_noise_scale": sampling.decodes_with_noise,
             **{name: sampling.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},
             **dict.fromkeys(("segment_frames", "segment_overlap", "segment_seeds"), sampling.segments is not None),
+            **dict.fromkeys(("context_frames", "context_overlap", "context_noise"), sampling.takes_windows),
+            **dict.fromkeys(("riflex", "riflex_index"), sampling.takes_riflex),
+            # Of the chunks of a video, and of the windows of a clip.
+            "prompt_switches": sampling.is_causal or sampling.takes_windows,
         }
         own = (*self.family.requests.fields, *self.request_fields, *self.inputs.images)
         return frozenset((*own, *(name for name, holds in facts.items() if holds)))
@@ -202,8 +207,9 @@ class ModelFamily(Generic[C, G]):
 
     name: for messages. roles: (role, category) of its attention layers. transformer: made of config, geometry and
     attention choices. shared_heads: see Model.num_shared_heads. adapt: applies the folder's settings to the model that
-    follows from the declaration. config_of_file: (config, shapes of a single file's tensors) -> the config of the
-    transformer in it, in families with one transformer whose files differ in more than the folder's json says.
+    follows from the declaration. temporal: see Sampling.temporal. config_of_file: (config, shapes of a single file's
+    tensors) -> the config of the transformer in it, in families with one transformer whose files differ in more than
+    the folder's json says.
     """
 
     name: str
@@ -219,6 +225,7 @@ class ModelFamily(Generic[C, G]):
     shared_heads: Callable[[C], int | None]
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
+    temporal: Callable[[C], TemporalFrequencies] | None = None
     config_of_file: Callable[[C, Mapping[str, tuple[int, ...]]], C] | None = None
 
     def unread_components(self, vae_decoder: str | None) -> frozenset[str]:
@@ -258,6 +265,7 @@ class ModelFamily(Generic[C, G]):
                     schedule=self.requests.schedule_of(scheduler, self.name),
                     guidance_offset=self.requests.guidance_offset,
                     guides_parts="modality_scale" in self.requests.fields,
+                    temporal=None if self.temporal is None else self.temporal(config),
                 ),
                 weights=TransformerWeights(
                     folder=folder,

@@ -24,6 +24,7 @@ from diffusion_runtime.decoders.autoencoder import COMPONENT as AUTOENCODER
 from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.denoising.chunks import cache_passes, cached_tokens, chunks_of, longest_pass
+from diffusion_runtime.denoising.context_windows import windows_of
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.modulation_rows import plan_steps, table_bytes
 from diffusion_runtime.memory.live_bytes import kept_bytes, peak_bytes
@@ -168,7 +169,7 @@ def step_demand(
     branches = (*first, *planned.further_branches)
     sizes = {branch: planned.sizes_of(branch, text_is_keys=transformer.text_is_keys) for branch in branches}
     whole: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
-    sample = whole
+    sample = _forward_shape(model, planned)
     if model.sampling.is_causal:
         # A pass has a part of the frames; those that are done are held meanwhile.
         longest = longest_pass(planned.request, chunks_of(planned.request, whole[1]))
@@ -193,7 +194,9 @@ def step_demand(
 
     counted = peak_bytes(step, _META)
     kept = num_others * kept_bytes(step, _META) if num_others else 0
-    held = SAMPLER_COPIES * math.prod(sample) + (math.prod(whole) if model.sampling.is_causal else 0)
+    # What a sampler has of a chunk, or of the whole clip; and the clip, which chunks or windows are put together to.
+    held = SAMPLER_COPIES * math.prod(sample if model.sampling.is_causal else whole)
+    held += math.prod(whole) if sample != whole else 0
     # Every process that shares the tokens has all rows.
     total = (counted - rows) // num_sharers + rows + kept + held * planned.num_samples * 4
     return StepDemand(total, rows)
@@ -231,7 +234,7 @@ def forward_on_meta(
     shapes, state = model.family.text.shapes(model.folder, model.config), RequestCache()
     branch = "both" if planned.is_guided and planned.is_batched else "cond"
     sizes = planned.sizes_of(branch, text_is_keys=transformer.text_is_keys)
-    sample: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
+    sample = _forward_shape(model, planned)
     if cache is not None:
         sample = (sample[0], cache.plan.num_frames, *sample[2:])
     latents = torch.empty(sizes.num_samples, *sample, dtype=dtype, device=_META)
@@ -313,6 +316,13 @@ def _denoised_size(model: Model[Any, Any], planned: PlannedRequest) -> ClipSize:
     num_before = 0 if control is None else control.num_references(planned.request)
     num_frames = planned.size.num_frames + num_before * model.geometry.temporal_factor
     return dataclasses.replace(planned.size, num_frames=num_frames)
+
+
+def _forward_shape(model: Model[Any, Any], planned: PlannedRequest) -> tuple[int, ...]:
+    """Return the shape of the latents of one forward pass: of the clip, or of a context window."""
+    shape: tuple[int, ...] = model.geometry.sample_shape(_denoised_size(model, planned))
+    windows = windows_of(planned.request, model.geometry) if model.sampling.takes_windows else None
+    return shape if windows is None else (shape[0], windows.length, *shape[2:])
 
 
 def _num_references(model: Model[Any, Any], planned: PlannedRequest) -> int:

@@ -12,6 +12,7 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.registry import check_settings
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.denoising.segments import SegmentKind
+from diffusion_runtime.layers.riflex import TemporalFrequencies
 from diffusion_runtime.models.driving_video import DrivingVideo
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.video_control import VideoControl
@@ -32,7 +33,8 @@ class Sampling:
     older frames are in larger patches. caches_prefix: the transformer computes keys and values of tokens that every
     step attends to once a request (PrefixCache, ReferenceFrames). decodes_with_noise: the decoder takes noise and its
     level (decode_noise_scale, decode_timestep). segments: kind of those in which a video of more than segment_frames is
-    made; None for a model that makes a video at once.
+    made; None for a model that makes a video at once. temporal: rotary frequencies of positions that count latent
+    frames; None for other positions.
     """
 
     geometry: LatentGeometry
@@ -48,11 +50,30 @@ class Sampling:
     caches_prefix: bool = False
     decodes_with_noise: bool = False
     segments: SegmentKind | None = None
+    temporal: TemporalFrequencies | None = None
 
     @property
     def has_phases(self) -> bool:
         """True where forward passes are of two kinds: denoising, and those that write keys for later ones."""
         return self.is_causal or self.caches_prefix
+
+    @property
+    def makes_clip_at_once(self) -> bool:
+        """True where every latent frame of a video is in each forward pass."""
+        return self.geometry.temporal_factor > 1 and not self.is_causal and self.segments is None
+
+    @property
+    def takes_riflex(self) -> bool:
+        """True where RIFLEx can lower a frequency of the positions in time."""
+        return self.makes_clip_at_once and self.temporal is not None
+
+    @property
+    def takes_windows(self) -> bool:
+        """True where a clip can be predicted in context windows: each latent frame is one of the pictures, and nothing
+        is given for frames beside the text."""
+        geometry = self.geometry
+        is_plain = not geometry.makes_sound and geometry.patch[0] == 1 and geometry.num_latents_before == 0
+        return self.makes_clip_at_once and is_plain and self.control is None
 
     @property
     def restoration(self) -> VideoRestoration | None:

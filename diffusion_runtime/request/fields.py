@@ -45,6 +45,8 @@ NO_CONTROLNET = "this model has no ControlNet; leave it out"
 NO_SEGMENTS = "this model makes a video at once, not in segments; leave it out"
 NO_INITIAL = "this model starts from noise alone, as it makes sound, restores or moves something; leave it out"
 NO_EXPERTS = "this model has one expert; leave it out"
+NO_RIFLEX = "RIFLEx lowers a frequency of rotary positions that count frames, in clips made at once; leave it out"
+NO_WINDOWS = "context windows are of clips of pictures alone that are made at once, without control; leave it out"
 NO_RESTORATION = "this model restores no video, as `diffusion-runtime upscale` does with SeedVR2; leave it out"
 
 # RequestField.pipeline_parameters of a field that diffusers' pipelines call by the same name.

@@ -25,10 +25,12 @@ from diffusion_runtime.request.fields import (
     NO_PREDICTED_LENGTH,
     NO_PROMPT,
     NO_RESTORATION,
+    NO_RIFLEX,
     NO_SEGMENTS,
     NO_SOUND,
     NO_SPATIO_TEMPORAL,
     NO_UPSAMPLER,
+    NO_WINDOWS,
     OWN_NAME,
     SHIFT,
     VIDEO,
@@ -73,11 +75,13 @@ SAMPLERS = tuple(REGISTERED_SAMPLERS)
 SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
 # In the order of the components of Wan 2.2's folders.
 EXPERTS = ("high_noise", "low_noise")
+CONTEXT_NOISES = ("repeated", "random")
 COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 
 # Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
 # pictures with sound; of a second stage; of a predicted length; of a file or how it counts; of a ControlNet; of causal
-# models; at a time of the video; of models that restore one.
+# models; at a time of the video; of models that restore one; of
+# segments; of context windows; of RIFLEx.
 _prompt_field = partial(request_field, panel=WHAT, differs_in_batch=True, repeatable=True)
 _same_field = partial(request_field, pipeline_parameters=OWN_NAME)
 _rescale_field = partial(_same_field, used_with=ANY_GUIDANCE, off=0.0)
@@ -92,6 +96,8 @@ _chunk_field = partial(request_field, is_of_chunks=True)
 _switch_field = partial(_chunk_field, panel=WHAT)
 _restoration_field = partial(request_field, refusal=NO_RESTORATION)
 _segment_field = partial(request_field, refusal=NO_SEGMENTS)
+_window_field = partial(request_field, refusal=NO_WINDOWS)
+_riflex_field = partial(request_field, refusal=NO_RIFLEX)
 
 
 @dataclass(frozen=True)
@@ -299,6 +305,29 @@ class GenerationRequest:
     # Of the segments from the first on, so that one of them is made anew; those behind have the request's.
     segment_seeds: tuple[int, ...] | None = _segment_field(
         "A seed for each segment from the first on: 7,9,7; left out, and behind them, it is --seed.", Seeds()
+    )
+    # Clips longer than trained: predicted in overlapping windows (denoising/context_windows.py), in frames of the
+    # video; or at once, with one frequency of the positions lowered (layers/riflex.py), counted from 1, the quickest.
+    context_frames: int | None = _window_field(
+        "Frames of a context window: a longer clip is predicted in overlapping windows. See docs/longer_clips.md.",
+        Count(),
+    )
+    context_overlap: int | None = _window_field(
+        "Frames that neighbouring context windows share, or more; left out, half of a window.", Count(minimum=0)
+    )
+    context_noise: str | None = _window_field(
+        "repeated (the default): behind the first context window, the noise before is repeated in another order "
+        "(FreeNoise); or random.",
+        OneOf(CONTEXT_NOISES),
+        off="random",
+    )
+    riflex: str | None = _riflex_field(
+        "on lowers one frequency of the positions in time, for clips longer than trained; or off.",
+        OneOf(("on", "off")),
+        off="off",
+    )
+    riflex_index: int | None = _riflex_field(
+        "Index of the frequency that --riflex lowers, from 1; left out, the model's.", Count()
     )
     # Models that make a video chunk by chunk (causal); a first_chunk_ field that is None is as of the other chunks.
     chunk_frames: int | None = _chunk_field(

@@ -15,6 +15,7 @@ from diffusion_runtime.attention.cache.passes import CachePasses
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import ChunkPlan, cache_passes, chunks_of, steps_of_chunk
+from diffusion_runtime.denoising.context_windows import WindowPlan, window_middle, windows_of
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.registry import sampler_of
 from diffusion_runtime.denoising.segments import SegmentPlan
@@ -77,6 +78,27 @@ class BatchSettings:
         kind, num_frames, shared = self.sampling.segments, self.size.num_frames, self.shared
         longest, overlap = shared.segment_frames or num_frames, shared.segment_overlap or 0
         return SegmentPlan(num_frames, longest, overlap, kind) if kind else SegmentPlan(num_frames, num_frames)
+
+    @cached_property
+    def windows(self) -> WindowPlan | None:
+        """The context windows of each prediction; None for a clip that is predicted at once."""
+        return windows_of(self.shared, self.sampling.geometry) if self.sampling.takes_windows else None
+
+    def of_window(self, size: ClipSize) -> ClipSize:
+        """Return the size of one context window of a clip of a size; itself where there are none."""
+        return (
+            size if self.windows is None else dataclasses.replace(size, num_frames=filled(self.shared.context_frames))
+        )
+
+    @cached_property
+    def window_prompts(self) -> tuple[str | None, ...]:
+        """Prompt of each context window: the one that holds at its middle; None for the requests' own."""
+        factor, found = self.sampling.geometry.temporal_factor, list[str | None]()
+        for window in self.windows or ():
+            middle = window_middle(window, factor)
+            later = [text for at, text in self.shared.prompt_switches or () if int(at) <= middle]
+            found.append(later[-1] if later else None)
+        return tuple(found)
 
     def of_segment(self, index: int = 0) -> Self:
         """Return the settings of one segment; these where the video is made at once."""

@@ -31,6 +31,7 @@ from diffusion_runtime.rules.initial_picture import (
     initial_remarks,
     size_of_picture,
 )
+from diffusion_runtime.rules.longer_clips import longer_clip_remarks, riflex_values, window_values
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.sizes import check_keyframes, check_second_stage, frame_rule_of, shift_of_size
@@ -76,7 +77,8 @@ class RequestRules:
         check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
             check_chunks(settings)
-        values = chunk_values(settings)
+        values = chunk_values(settings) if self.sampling.is_causal else window_values(settings)
+        values |= riflex_values(settings, self.defaults)
         check_guidance(settings.guidance, self.num_blocks)
         values |= settings.guidance.values
         # Building the samplers raises for what they cannot do.
@@ -145,6 +147,7 @@ class RequestRules:
             *self.preset_rules.remarks(settings),
             *settings.segments.remarks,
             *initial_remarks(settings),
+            *longer_clip_remarks(settings),
             *self._attention_remarks(settings),
         )
 
@@ -219,6 +222,7 @@ class RequestRules:
         if self.sampling.is_causal:
             return gates
         size, geometry = settings.size, self.sampling.geometry
+        size = settings.of_window(size)
         grid = geometry.grid(geometry.latent_shape(size.height, size.width, size.num_frames))
         return (*gates, *never_sparse(self.attention_layers, grid, settings.num_steps))
 

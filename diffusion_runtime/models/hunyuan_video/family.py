@@ -13,6 +13,7 @@ from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_factor, norm_fused
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
+from diffusion_runtime.layers.riflex import TemporalFrequencies
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner, of_clips
@@ -138,4 +139,5 @@ FAMILY = ModelFamily(
     weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=load_image_conditioner,
     adapt=_adapt,
+    temporal=lambda config: TemporalFrequencies(config.axis_channels[0], config.theta),
 )

@@ -40,6 +40,7 @@ from diffusion_runtime.layers.modulation_rows import (
     rows_of_step,
 )
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.riflex import lowered_index
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.layers.single_stream import SingleStreamBlock
 from diffusion_runtime.layers.token_refiner import TokenRefiner, UnrefinedText
@@ -113,7 +114,7 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         given = self._with_image(latents, inputs.image)
         x = context.sharding.shard(self.patch_embedding(given.to(self.out.weight.dtype)))
         apart = self._image_apart(timestep, grid, inputs, context)
-        rotations = self._rotations(grid, num_text_tokens, context)
+        rotations = self._rotations(grid, num_text_tokens, context, lowered_index(inputs.request))
         joint = context.with_layout(
             TokenLayout(
                 grid,
@@ -198,15 +199,19 @@ class HunyuanVideoTransformer(DiffusionTransformer):
         modulations = modulations_of((*self.blocks, *self.single_blocks), self.out_modulation)
         return rows_of_step("transformer", pooled, modulations, timestep, condition, context)
 
-    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
-        """Return [S + L, head_dim / 2], complex; the text is not turned."""
+    def _rotations(
+        self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext, lowered: int | None
+    ) -> torch.Tensor:
+        """Return [S + L, head_dim / 2], complex; the text is not turned. lowered: index of the frequency that RIFLEx
+        lowers."""
 
         def compute() -> torch.Tensor:
             axes, device = tuple(range(size) for size in grid), self.out.weight.device
-            table = position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+            channels, theta = self.config.axis_channels, self.config.theta
+            table = position_rotations(axes, channels, device, theta, lowered_index=lowered)
             return followed_by_text(context.sharding.shard(table, dim=0), num_text_tokens)
 
-        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
+        return cached_for_request("rotations", (grid, num_text_tokens, lowered), context, compute)
 
     def _unrefined(self, text: Conditions, context: AttentionContext) -> UnrefinedText:
         """Return the refiner's values that depend on the prompts alone, once per request and branch."""

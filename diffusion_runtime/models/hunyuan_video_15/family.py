@@ -7,6 +7,7 @@ import dataclasses
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas
+from diffusion_runtime.layers.riflex import TemporalFrequencies
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.guider import read_guidance_scale
@@ -88,4 +89,5 @@ FAMILY = ModelFamily(
     weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
     load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
+    temporal=lambda config: TemporalFrequencies(config.axis_channels[0], config.theta),
 )

@@ -29,6 +29,7 @@ from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.modulation import Modulation, modulated_layer_norm
 from diffusion_runtime.layers.modulation_rows import modulated, modulations_of, rows_of_step
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.riflex import lowered_index
 from diffusion_runtime.layers.rope import followed_by_text, position_rotations
 from diffusion_runtime.models.hunyuan_video_15.config import HunyuanVideo15Config
 from diffusion_runtime.models.hunyuan_video_15.text_stream import PreparedText, TextStreamEmbedding
@@ -89,7 +90,7 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
         image = None if inputs.image is None else inputs.image.latents
         x = self.patch_embedding(beside_latents(latents, image).to(self.out.weight.dtype))
         x = context.sharding.shard(x)
-        rotations = self._rotations(grid, num_text_tokens, context)
+        rotations = self._rotations(grid, num_text_tokens, context, lowered_index(inputs.request))
         joint = context.with_layout(
             TokenLayout(grid, num_suffix_tokens=num_text_tokens, valid_lengths=text.lengths, tile=context.sharding.tile)
         )
@@ -111,15 +112,19 @@ class HunyuanVideo15Transformer(DiffusionTransformer):
             return "this checkpoint takes the timestep that a step leads to (MeanFlow), which is no tensor"
         return None
 
-    def _rotations(self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext) -> torch.Tensor:
-        """Return [S + L, head_dim / 2], complex; the text is not turned."""
+    def _rotations(
+        self, grid: tuple[int, int, int], num_text_tokens: int, context: AttentionContext, lowered: int | None
+    ) -> torch.Tensor:
+        """Return [S + L, head_dim / 2], complex; the text is not turned. lowered: index of the frequency that RIFLEx
+        lowers."""
 
         def compute() -> torch.Tensor:
             axes, device = tuple(range(size) for size in grid), self.out.weight.device
-            table = position_rotations(axes, self.config.axis_channels, device, self.config.theta)
+            channels, theta = self.config.axis_channels, self.config.theta
+            table = position_rotations(axes, channels, device, theta, lowered_index=lowered)
             return followed_by_text(context.sharding.shard(table, dim=0), num_text_tokens)
 
-        return cached_for_request("rotations", (grid, num_text_tokens), context, compute)
+        return cached_for_request("rotations", (grid, num_text_tokens, lowered), context, compute)
 
     def _prepared(self, inputs: DenoiserInputs, context: AttentionContext) -> PreparedText:
         """Return the parts of the text stream that no step changes, once per request and branch."""

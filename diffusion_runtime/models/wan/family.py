@@ -16,6 +16,8 @@ from diffusion_runtime.decoders.causal_video_decoder import causal_tiling
 from diffusion_runtime.decoders.video_decoder import read_statistics
 from diffusion_runtime.denoising.flow_schedule import FlowMapSchedule
 from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.layers.riflex import TemporalFrequencies
+from diffusion_runtime.layers.rope import THETA, split_head_dim
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
 from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.generation import generation_settings
@@ -265,4 +267,5 @@ FAMILY = ModelFamily(
     ),
     load_image_conditioner=codec.load_image_conditioner,
     adapt=_adapt,
+    temporal=lambda config: TemporalFrequencies(split_head_dim(config.head_dim)[0], THETA),
 )

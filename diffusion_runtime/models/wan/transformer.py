@@ -38,6 +38,7 @@ from diffusion_runtime.layers.linear import FeedForward, Linear, LinearInput
 from diffusion_runtime.layers.modulation import add_gated_, modulated_layer_norm, norm_for
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
+from diffusion_runtime.layers.riflex import lowered_index
 from diffusion_runtime.layers.rope import grid_rotations, norm_and_rotate, with_positions
 from diffusion_runtime.layers.rotated_attention import rotated_attention
 from diffusion_runtime.layers.token_runs import frame_runs
@@ -257,7 +258,7 @@ class WanTransformer(DiffusionTransformer):
         image_tokens = self._image_tokens(image)
         cache = context.cache
         if cache is None:
-            rotations: torch.Tensor | None = self._rotations(grid, context)
+            rotations: torch.Tensor | None = self._rotations(grid, context, lowered_index(inputs.request))
         else:
             if cache.rotations is None:
                 cache = self.with_positions(cache, latents.shape, sharding)
@@ -380,15 +381,17 @@ class WanTransformer(DiffusionTransformer):
         grid, head_dim = self.geometry.grid(tuple(shape)), self.config.head_dim
         return with_positions(cache, grid, head_dim, sharding, self.out.weight.device)
 
-    def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
-        """Return [S, head_dim / 2], complex."""
+    def _rotations(
+        self, grid: tuple[int, int, int], context: AttentionContext, lowered: int | None = None
+    ) -> torch.Tensor:
+        """Return [S, head_dim / 2], complex. lowered: index of the frequency that RIFLEx lowers."""
         head_dim, device = self.config.head_dim, self.out.weight.device
         # Two experts may differ in the size of a head.
         return cached_for_request(
             "rotations",
-            (grid, head_dim),
+            (grid, head_dim, lowered),
             context,
-            lambda: context.sharding.shard(grid_rotations(grid, head_dim, device), 0),
+            lambda: context.sharding.shard(grid_rotations(grid, head_dim, device, lowered_index=lowered), 0),
         )
 
     def _embedded(self, timestep: torch.Tensor, step: StepInfo) -> torch.Tensor:

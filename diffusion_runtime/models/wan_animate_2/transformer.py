@@ -138,9 +138,11 @@ class WanAnimate2Transformer(WanTransformer):
 
         return run
 
-    def _rotations(self, grid: tuple[int, int, int], context: AttentionContext) -> torch.Tensor:
+    def _rotations(
+        self, grid: tuple[int, int, int], context: AttentionContext, lowered: int | None = None
+    ) -> torch.Tensor:
         if context.reference is None or not context.reference.is_written:
-            return super()._rotations(grid, context)
+            return super()._rotations(grid, context, lowered)
         starts = [
             size if start is None else start for size, start in zip(grid, self.config.reference_start, strict=True)
         ]
