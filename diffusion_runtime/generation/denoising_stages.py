@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +19,19 @@ from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
+# DiffusionTransformer.begin_again, of latents alone.
+BeginAgain = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class DenoisingStage(ABC):
-    """Consecutive steps at one size. note: for the report, said when the stage begins. first: how many steps come
-    before those that its sampler numbers. refines: whether it begins with clean latents, and runs without step caches
-    and the instruments around predictions."""
+    """Consecutive steps at one size. settings: of its steps, in which images may count otherwise than in another
+    stage's. note: for the report, said when the stage begins. first: how many steps come before those that its sampler
+    numbers. refines: whether it begins with clean latents, and runs without step caches and the instruments around
+    predictions."""
 
     size: ClipSize
+    settings: BatchSettings
     note: str | None = dataclasses.field(default=None, kw_only=True)
     first: int = dataclasses.field(default=0, kw_only=True)
     refines: bool = dataclasses.field(default=False, kw_only=True)
@@ -35,8 +40,9 @@ class DenoisingStage(ABC):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         """Return the steps that `sample` gives to predict, as Sampler.steps."""
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
-        """Return the latents that the first step is given. latents: initial ones, or those of the stage before."""
+    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
+        """Return the latents that the first step is given. latents: initial ones, or those of the stage before.
+        begin_again: see DiffusionTransformer, with this stage's conditions."""
         return latents
 
     @abstractmethod
@@ -66,7 +72,7 @@ class GrowingStage(DenoisingStage):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
+    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
         return self.sampler.grown(latents, noise.draw_of)
 
     def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
@@ -78,14 +84,13 @@ class RefiningStage(DenoisingStage):
     """Steps at full size from latents of half the size, upsampled and mixed with noise; a sound is noised and denoised
     with the pictures."""
 
-    settings: BatchSettings
     upsampler: LatentUpsampler | None
     sampler: Sampler
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
+    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:
         settings, geometry, level = self.settings, self.settings.sampling.geometry, self.settings.second_levels[0]
         assert self.upsampler is not None, "there is one wherever a second stage runs"
         parts, shared = geometry.parts(latents, settings.sizes.first), settings.shared
@@ -94,17 +99,20 @@ class RefiningStage(DenoisingStage):
             adain_factor=shared.adain_factor or 0.0,
             tone_map_compression=shared.tone_map_compression_ratio or 0.0,
         )
-        clean = geometry.join(larger.to(latents.device), parts.audio)
-        return level * noise.draw_of(geometry.sample_shape(self.size)).to(latents.device) + (1 - level) * clean
+        clean = begin_again(geometry.join(larger.to(latents.device), parts.audio))
+        return level * noise.draw_of(self._shape).to(latents.device) + (1 - level) * clean
 
     def sample(self, latents: torch.Tensor, predict: Predict, on_step: OnStep, noise: SampleNoise) -> torch.Tensor:
-        shape = self.settings.sampling.geometry.sample_shape(self.size)
         return self.sampler.sample(
             latents,
             predict,
             lambda step, at: on_step(dataclasses.replace(step, index=self.first + step.index), at),
-            lambda: noise.draw_of(shape),
+            lambda: noise.draw_of(self._shape),
         )
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.settings.sizes.sample_shape(self.size)
 
 
 def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None) -> list[DenoisingStage]:
@@ -115,8 +123,11 @@ def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None)
         growing = stage_samplers(sampler, planned)
         sizes = [settings.sizes.halved(each.stage.level) for each in growing]
         notes = [_sizes_note(growing, sizes), *(None for _ in sizes[1:])]
-        return [GrowingStage(size, each, note=note) for size, each, note in zip(sizes, growing, notes, strict=True)]
-    stages: list[DenoisingStage] = [PlainStage(first, sampler)]
+        return [
+            GrowingStage(size, settings, each, note=note)
+            for size, each, note in zip(sizes, growing, notes, strict=True)
+        ]
+    stages: list[DenoisingStage] = [PlainStage(first, settings, sampler)]
     if levels:
         size, num_before = settings.size, settings.num_inference_steps
         name = settings.shared.second_stage_sampler or SECOND_STAGE_SAMPLERS[0]
@@ -125,7 +136,8 @@ def stages_of(settings: BatchSettings, upsampler: LatentUpsampler | None = None)
             f"{first.height} x {first.width} (height x width)"
         )
         refining = build_sampler(name, len(levels), 1.0, {}, levels)
-        stages.append(RefiningStage(size, settings, upsampler, refining, note=note, first=num_before, refines=True))
+        of_stage = settings.of_second_stage()
+        stages.append(RefiningStage(size, of_stage, upsampler, refining, note=note, first=num_before, refines=True))
     return stages
 
 

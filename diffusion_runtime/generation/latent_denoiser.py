@@ -33,6 +33,7 @@ from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransfor
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomials
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -98,7 +99,8 @@ class LatentDenoiser:
                 self.recorder.note(run.stage.note)
             if run.stage.refines:
                 latents = self.transformer.settle(latents, before.inputs["cond"])
-            latents = run.stage.begin(latents, noise)
+            begin_again = functools.partial(self.transformer.begin_again, inputs=run.inputs["cond"])
+            latents = run.stage.begin(latents, noise, begin_again)
             latents = run.stage.sample(latents, run.predict, self._of_clip(on_step, run.stage.size), noise)
             run.cache.finish(latents.device)
         if isinstance(forward, GraphedForward):
@@ -116,7 +118,8 @@ class LatentDenoiser:
     ) -> _StageRun:
         """Return a stage with its conditions and its prediction. A step cache is of one stage: nothing of another size
         can be reused."""
-        settings, inputs = self.settings, self.inputs_of(text, stage.size)
+        settings = self.settings
+        inputs = self.inputs_of(text, stage.size, stage.settings.shared)
         cache = StepCache()
         if not stage.refines:
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
@@ -132,9 +135,11 @@ class LatentDenoiser:
         geometry = self.settings.sampling.geometry
         return lambda step, latents: on_step(step, geometry.clip_of(latents, size))
 
-    def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
-        """Return the conditions of the transformer, by guidance branch."""
-        image = self._image_condition(size)
+    def inputs_of(
+        self, text: Mapping[str, Conditions], size: ClipSize, shared: GenerationRequest
+    ) -> dict[str, DenoiserInputs]:
+        """Return the conditions of the transformer, by guidance branch. shared: values of the stage of this size."""
+        image = self._image_condition(size, shared)
         prompt = text["cond"] if isinstance(self.settings.sampling.control, ImageControl) else None
         inputs = {
             branch: DenoiserInputs(
@@ -142,15 +147,14 @@ class LatentDenoiser:
                 size=size,
                 guidance=self.settings.guidance.embedded,
                 image=None if image is None else image.repeat(len(conditions.lengths)),
-                request=self.settings.shared,
+                request=shared,
                 prompt=prompt,
             )
             for branch, conditions in text.items()
         }
         return inputs | dict.fromkeys(self.settings.guidance.further_branches, inputs["cond"])
 
-    def _image_condition(self, size: ClipSize) -> ImageCondition | None:
-        shared = self.settings.shared
+    def _image_condition(self, size: ClipSize, shared: GenerationRequest) -> ImageCondition | None:
         if not self.settings.has_condition:
             return None
 

@@ -16,11 +16,13 @@ from diffusion_runtime.request.given_images import as_image_paths, as_media_path
 SIZE = "Size and steps"
 
 # What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; any
-# guidance; guidance of some chunks alone; a video, not an image; noise levels that are still to be shifted.
+# guidance; guidance of some chunks alone; images; images at frames of their own; a video, not an image; noise levels
+# that are still to be shifted.
 GUIDANCE = "guidance"
 ANY_GUIDANCE = "any guidance"
 GUIDED_CHUNKS = "guided chunks"
 IMAGES = "images"
+PLACED_IMAGES = "images at frames"
 VIDEO = "video"
 SHIFT = "shift"
 

@@ -25,6 +25,7 @@ from diffusion_runtime.request.fields import (
     NO_SPATIO_TEMPORAL,
     NO_UPSAMPLER,
     OWN_NAME,
+    PLACED_IMAGES,
     SHIFT,
     VIDEO,
     Blocks,
@@ -224,6 +225,13 @@ class GenerationRequest:
     second_stage_sampler: str | None = _second_stage_field(
         f"Sampler of a second stage: {' or '.join(SECOND_STAGE_SAMPLERS)}.",
         SamplerName(SECOND_STAGE_SAMPLERS),
+        off=None,
+    )
+    # How strongly the images of frame_conditions count in the second stage; None is as in the first.
+    second_stage_strength: float | None = _second_stage_field(
+        "How strongly the images of --condition-at count in the second stage, 0 to 1; as in the first by default.",
+        Number(maximum=1.0),
+        used_with=PLACED_IMAGES,
         off=None,
     )
     # What upsampled latents become before they are noised: each channel's mean and deviation those of the first stage's
@@ -489,6 +497,8 @@ def _fields_of(*checks: type) -> tuple[str, ...]:
 IMAGE_FIELDS = _fields_of(ImageFile)
 VIDEO_FIELDS = _fields_of(VideoFile, MaskFile)
 INPUT_FIELDS = _fields_of(ImageFile, InputFile)
+# Those of a second stage.
+OF_SECOND_STAGE = tuple(name for name, declared in REQUEST_FIELDS.items() if declared.refusal == NO_UPSAMPLER)
 
 
 def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from diffusion_runtime.errors import RequestError, shown
-from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO
+from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, PLACED_IMAGES, SHIFT, VIDEO
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, UNSET
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.draft import Draft
@@ -50,6 +50,8 @@ def _reasons(settings: BatchSettings) -> dict[str | None, str]:
         reasons[VIDEO] = "this model makes images"
     if request.image_path is None and request.last_image_path is None and not request.frame_conditions:
         reasons[IMAGES] = "the request has no image"
+    if not request.frame_conditions:
+        reasons[PLACED_IMAGES] = "no image has a strength of its own (--condition-at)"
     if request.sigmas is not None:
         reasons[SHIFT] = "sigmas are the noise levels as they run"
     return reasons

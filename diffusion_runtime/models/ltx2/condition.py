@@ -2,7 +2,7 @@
 
 An image at another frame than the first is a keyframe: its tokens follow the grid's, at the position of the frame. With
 strength s they, or those of the first frame, are at timestep t * (1 - s): at strength 1 clean in every forward pass,
-below it noise and image mixed and denoised with the clip, each prediction held to the image by s.
+below it latents and image mixed, and denoised with the clip.
 
 The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it.
 diffusers' pipelines call this frozen audio, and the authors audio to video.
