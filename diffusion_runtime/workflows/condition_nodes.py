@@ -212,6 +212,8 @@ def _ltx_guide(call: Call) -> tuple[Any, ...]:
         if isinstance(latent.frames, Unknown):
             call.refuse("frame_idx: counted from the end of a video whose length is not known")
         at += latent.frames
+    if at <= 0:
+        call.replaced("the first latent frame, where diffusers' pipeline has an image at frame 0")
     strength = float(call.number("strength", 1.0))
     return positive, negative, _with_frame(latent, max(at, 0), picture, strength)
 

@@ -11,7 +11,7 @@ from typing import Any
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.named_schedules import NoiseTable
 from diffusion_runtime.models.published import PublishedModel, published_models
-from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS, SECOND_STAGE_SAMPLERS
 from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.workflows.evaluation import Evaluation, NotSupportedError, Verdict
 from diffusion_runtime.workflows.graph import Node
@@ -152,7 +152,7 @@ def _request_of(evaluation: Evaluation, latent: LatentValue, output: PictureValu
     _files(parts, stages, latent)
     _first_stage(parts, first, known)
     _sizes(parts, stages, output)
-    _given(parts, first)
+    _given(parts, stages)
     if len(stages) == 2 and upsamplers[1] is not None:
         _second_stage(parts, stages[0], stages[1], upsamplers[1])
     elif len(stages) == 2:
@@ -303,8 +303,9 @@ def _guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> None
             parts.request["true_cfg_scale"] = scale
     else:
         parts.request["guidance_scale"] = scale - 1 if known.guidance == OFFSET else scale
-    if guider.audio_scale is not None and guider.audio_scale != scale:
-        parts.request["audio_guidance_scale"] = guider.audio_scale
+    if guider.audio_scale is not None or parts.published.request.get("audio_guidance_scale") is not None:
+        parts.request["audio_guidance_scale"] = scale if guider.audio_scale is None else guider.audio_scale
+    _turn_off_terms(parts)
     is_guided = scale != 1 or (guider.audio_scale or 1) != 1
     norm = guider.model.norm_of
     if norm is not None and not is_guided:
@@ -323,6 +324,17 @@ def _guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> None
             guider.negative.zeroed,
         )
     parts.request["negative_prompt"] = guider.negative.text
+
+
+def _turn_off_terms(parts: RequestParts) -> None:
+    """Turn off what the model's authors add to guidance, and no node of the workflow does."""
+    documented = parts.published.request
+    for name, declared in REQUEST_FIELDS.items():
+        value = documented.get(name)
+        if isinstance(value, int | float) and value != declared.off is not None and name not in parts.request:
+            parts.request[name] = declared.off
+    if documented.get("skip_layers"):
+        parts.request["skip_layer_stop"] = 0.0
 
 
 def _sizes(parts: RequestParts, stages: Sequence[StageValue], output: PictureValue | MovieValue) -> None:
@@ -363,8 +375,9 @@ def _rate(output: MovieValue, stage: StageValue) -> int:
     return round(output.fps)
 
 
-def _given(parts: RequestParts, stage: StageValue) -> None:
+def _given(parts: RequestParts, stages: Sequence[StageValue]) -> None:
     """Add the pictures, videos and sounds that the request names."""
+    stage = stages[0]
     given = dict(stage.latent.given)
     references = stage.guider.positive.references
     if references:
@@ -386,9 +399,14 @@ def _given(parts: RequestParts, stage: StageValue) -> None:
         if not named:
             raise NotSupportedError("expected at least one reference: none is linked", stage.latent.node)
         parts.request["references"] = [parts.file(each) for each in named]
-    frames = given.get("frames", ())
+    frames, last = given.get("frames", ()), stages[-1].latent
+    if last.upscaled is not None:
+        _strength_after(parts, frames, last)
     if frames:
         _frames(parts, stage, frames)
+    if frames and parts.published.request.get("image_crf"):
+        # Images are compressed by a node alone.
+        parts.request.setdefault("image_crf", 0)
     sound = stage.latent.sound
     if sound is not None and isinstance(sound.given.get("audio_path"), SoundValue):
         parts.request["audio_path"] = parts.file(sound.given["audio_path"])
@@ -397,7 +415,8 @@ def _given(parts: RequestParts, stage: StageValue) -> None:
 def _frames(parts: RequestParts, stage: StageValue, frames: Sequence[tuple[int, PictureValue, float]]) -> None:
     last = None if isinstance(stage.latent.frames, Unknown) else stage.latent.frames - 1
     places = {0: "image_path", last: "last_image_path"}
-    if 0 in {at for at, _, _ in frames} and all(at in places and strength == 1 for at, _, strength in frames):
+    in_full = all(strength == 1 for _, _, strength in frames) and "second_stage_strength" not in parts.request
+    if in_full and 0 in {at for at, _, _ in frames} and all(at in places for at, _, _ in frames):
         for at, picture, _ in frames:
             parts.request[places[at]] = parts.one_file(picture)
         return
@@ -409,7 +428,22 @@ def _frames(parts: RequestParts, stage: StageValue, frames: Sequence[tuple[int, 
         if place != at:
             parts.replaced(picture.node, f"frame {place}, the last one, for frame {at}: the video has {end} frames")
         conditions.append(f"{place}:{parts.one_file(picture)}@{strength:g}")
+        if strength < 1:
+            parts.replaced(picture.node, f"{strength:g} of it in what the model sees, as in diffusers' pipeline")
     parts.request["frame_conditions"] = conditions
+
+
+def _strength_after(parts: RequestParts, frames: Sequence[tuple[int, PictureValue, float]], after: LatentValue) -> None:
+    """Set how strongly the images count in a second stage. frames: of the first; after: latents of the second."""
+    others = after.given.get("frames", ())
+    if [(at, each.file) for at, each, _ in frames] != [(at, each.file) for at, each, _ in others]:
+        raise NotSupportedError("an image of one stage alone; expected the same images in both", after.node)
+    strengths = [strength for _, _, strength in others]
+    if strengths == [strength for _, _, strength in frames]:
+        return
+    if len(set(strengths)) > 1:
+        raise NotSupportedError("images of several strengths in the second stage; expected one", after.node)
+    parts.request["second_stage_strength"] = strengths[0]
 
 
 def _second_stage(parts: RequestParts, first: StageValue, second: StageValue, upsampler: Weights) -> None:
@@ -433,15 +467,6 @@ def _second_stage(parts: RequestParts, first: StageValue, second: StageValue, up
         )
     if second.noise.seed != first.noise.seed:
         parts.replaced(second.noise.node, f"the same seed, {first.noise.seed}, whose generator goes on in this stage")
-    # Latents of an image in part are denoised at one size here (rules/combinations.yaml).
-    for stage in (first, second):
-        partial = [strength for _, _, strength in stage.latent.given.get("frames", ()) if strength != 1]
-        if partial:
-            raise NotSupportedError(
-                f"an image with a strength of {partial[0]:g} beside a second stage: expected 1, with which it is kept "
-                "as it is: --set NODE.strength=1, of each node that adds it",
-                stage.latent.node,
-            )
 
 
 def _second_expert(parts: RequestParts, first: StageValue, second: StageValue) -> None:
