@@ -40,6 +40,16 @@ class DenoisingStage(ABC):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         """Return the steps that `sample` gives to predict, as Sampler.steps."""
 
+    def noise(self, seeds: Sequence[int], before: SampleNoise | None = None) -> SampleNoise:
+        """Return the noise of the stage's samples. before: of the stage before, which goes on where nothing says
+        otherwise."""
+        shared = self.settings.shared
+        as_comfyui, seed = shared.noise == "comfyui", shared.second_stage_seed if self.refines else None
+        if before is not None and seed is None and not as_comfyui:
+            return before
+        seeds = seeds if seed is None else [seed] * len(seeds)
+        return SampleNoise(self.settings.sizes.sample_shape(self.size), seeds, as_comfyui=as_comfyui)
+
     def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
         """Return the latents that the first step is given. latents: initial ones, or those of the stage before.
         begin_again: see DiffusionTransformer, with this stage's conditions."""

@@ -21,7 +21,6 @@ from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs, GraphedForward
 from diffusion_runtime.denoising.guidance import RequestGuidance
 from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict
-from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.step_cache.requested import StepCache
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.denoising_stages import DenoisingStage, stages_of
@@ -85,7 +84,7 @@ class LatentDenoiser:
         settings, stages = self.settings, stages_of(self.settings, self.upsampler)
         if settings.guidance.note is not None:
             self.recorder.note(settings.guidance.note)
-        noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
+        noise = stages[0].noise(seeds)
         for _ in range(num_drawn):
             noise.draw()
         initial = noise.draw().to(self.device)
@@ -99,6 +98,7 @@ class LatentDenoiser:
                 self.recorder.note(run.stage.note)
             if run.stage.refines:
                 latents = self.transformer.settle(latents, before.inputs["cond"])
+                noise = run.stage.noise(seeds, noise)
             begin_again = functools.partial(self.transformer.begin_again, inputs=run.inputs["cond"])
             latents = run.stage.begin(latents, noise, begin_again)
             latents = run.stage.sample(latents, run.predict, self._of_clip(on_step, run.stage.size), noise)

@@ -98,6 +98,7 @@ class Model(Generic[C, G]):
             "guidance_scale_2": len(self.weights.components) > 1,
             "boundary_ratio": len(self.weights.components) > 1 and not sampling.is_causal,
             "conditioning_scale": sampling.control is not None and sampling.control.takes_scale,
+            "noise": self.family.requests.in_comfyui_order and not sampling.is_causal,
             "decode_timestep": sampling.decodes_with_noise,
             "decode_noise_scale": sampling.decodes_with_noise,
             **{name: sampling.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},

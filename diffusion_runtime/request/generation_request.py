@@ -65,6 +65,7 @@ POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
+NOISES = ("own", "comfyui")
 SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
 COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 
@@ -226,6 +227,10 @@ class GenerationRequest:
         f"Sampler of a second stage: {' or '.join(SECOND_STAGE_SAMPLERS)}.",
         SamplerName(SECOND_STAGE_SAMPLERS),
         off=None,
+    )
+    # Of the noise that the second stage begins with; None is what the first one's generator gives next.
+    second_stage_seed: int | None = _second_stage_field(
+        "Seed of the second stage's noise; the first one's generator goes on by default.", SeedNumber(), off=None
     )
     # How strongly the images of frame_conditions count in the second stage; None is as in the first.
     second_stage_strength: float | None = _second_stage_field(
@@ -429,6 +434,13 @@ class GenerationRequest:
     )
     control_guidance_end: float | None = _controlnet_field(
         "Part of the steps after which a ControlNet counts no more.", Number(0.0, 1.0)
+    )
+    # How noise follows from the seed (denoising/noise.py); None is own.
+    noise: str | None = request_field(
+        "own, or comfyui: numbers as its samplers draw them on a CPU for this seed. See docs/workflows.md.",
+        OneOf(NOISES),
+        refusal="the order of numbers in ComfyUI's latents of this model is not known here; leave it out",
+        off="own",
     )
     # Of the CPU generator that draws the noise, so that every device starts alike.
     seed: int = _prompt_field(

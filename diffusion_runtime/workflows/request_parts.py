@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.named_schedules import NoiseTable
 from diffusion_runtime.models.published import PublishedModel, published_models
+from diffusion_runtime.models.published_folders import packaged_folder
+from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, SECOND_STAGE_SAMPLERS
 from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.workflows.evaluation import Evaluation, NotSupportedError, Verdict
@@ -24,6 +28,7 @@ from diffusion_runtime.workflows.values import (
     MovieValue,
     PictureValue,
     SoundValue,
+    SparseValue,
     StageValue,
     Unknown,
     VaeValue,
@@ -44,6 +49,8 @@ _SAMPLERS = {
 }
 # Those whose next step depends on no earlier one: a schedule in two parts is the same as one.
 _OF_ONE_STEP = ("euler", "ddim", "lcm", "euler_ancestral")
+# Those that add noise between steps.
+_ADD_NOISE = ("lcm", "euler_ancestral", "er_sde", "dpmpp_sde")
 # Those that compute in the signal-to-noise ratio, which is 0 at a noise level of 1.
 _OF_RATIO = ("er_sde", "dpmpp_sde")
 _MAX_STAGES = 4
@@ -159,6 +166,7 @@ def _request_of(evaluation: Evaluation, latent: LatentValue, output: PictureValu
         _second_expert(parts, stages[0], stages[1])
     elif len(stages) > 2:
         raise NotSupportedError(f"{len(stages)} stages of samplers; two are supported", stages[2].node)
+    _noise(parts, stages)
     if isinstance(output, MovieValue) and output.sound is not None:
         _sound(parts, output, latent)
     return parts
@@ -201,17 +209,27 @@ def _files(parts: RequestParts, stages: Sequence[StageValue], latent: LatentValu
     elif len(stages) == 2 and _named(stages[1].guider.model.loras) != _named(model.loras):
         lora = next(iter((*stages[1].guider.model.loras, *model.loras)))
         raise NotSupportedError("a LoRA of one stage alone: the model has the same weights in both", lora.node)
-    if any(stage.guider.model.sparse is not None for stage in stages):
-        node = next(stage.guider.model.sparse for stage in stages if stage.guider.model.sparse is not None)
-        raise NotSupportedError(
-            "sparse attention with gates of a LoRA: bypass it (--set NODE.mode=4), and choose it with "
-            "--attention-config (docs/few_steps.md#fasth3)",
-            node,
-        )
+    if any(stage.guider.model.sparse != model.sparse for stage in stages):
+        raise NotSupportedError("sparse attention of one stage alone; expected the same in both", stages[-1].node)
+    if model.sparse is not None:
+        parts.runtime["attention"] = _attention(model.sparse, stages[0])
     _text_encoders(parts, stages[0].guider.positive.clip)
     vae = latent.given.get("vae")
     if isinstance(vae, VaeValue) and vae.weights.folder == "vae":
         parts.files["vae_path"] = vae.weights
+
+
+def _attention(sparse: SparseValue, stage: StageValue) -> dict[str, Any]:
+    """Return the attention of a config. ComfyUI's start is a share of the schedule before its shift."""
+    table = stage.guider.model.table
+    if sparse.start > 0 and table is None:
+        raise NotSupportedError("start_percent: the model's noise schedule depends on the size", sparse.node)
+    level = 1.0 if table is None else shifted(1 - sparse.start, table.flow_shift)
+    num_dense = sum(each > level + _SAME_LEVEL for each in stage.sigmas.levels[:-1])
+    extra: dict[str, Any] = {"sparsity": round(1 - sparse.keep, 6), "min_tokens": sparse.min_tokens}
+    if num_dense:
+        extra["dense_first_steps"] = num_dense
+    return {"per_role": {"self": {"backend": "video_sparse_attn", "extra": extra}}}
 
 
 def _named(loras: Sequence[Lora]) -> list[tuple[str, float]]:
@@ -409,6 +427,11 @@ def _given(parts: RequestParts, stages: Sequence[StageValue]) -> None:
         parts.request.setdefault("image_crf", 0)
     sound = stage.latent.sound
     if sound is not None and isinstance(sound.given.get("audio_path"), SoundValue):
+        if not sound.given.get("kept"):
+            raise NotSupportedError(
+                "a sound that is denoised: expected one that is kept, by a mask of 0 (SolidMask, SetLatentNoiseMask)",
+                sound.node,
+            )
         parts.request["audio_path"] = parts.file(sound.given["audio_path"])
 
 
@@ -465,8 +488,36 @@ def _second_stage(parts: RequestParts, first: StageValue, second: StageValue, up
             f"{first.guider.scale:g}",
             second.guider.node,
         )
-    if second.noise.seed != first.noise.seed:
-        parts.replaced(second.noise.node, f"the same seed, {first.noise.seed}, whose generator goes on in this stage")
+    parts.request["second_stage_seed"] = second.noise.seed
+
+
+def _noise(parts: RequestParts, stages: Sequence[StageValue]) -> None:
+    """Set that noise is drawn as by ComfyUI, where the model's latents have its order of numbers."""
+    first, request = stages[0], parts.request
+    behind = any(not text.startswith("0:") for text in request.get("frame_conditions", ()))
+    reason = None
+    if not _in_comfyui_order(parts.published.model_path):
+        reason = "the order of ComfyUI's latents of this model is not known here"
+    elif behind or (parts.model.sound and "last_image_path" in request):
+        reason = "ComfyUI's latents hold the images at other frames as well"
+    elif request["sampler"] == "dpmpp_sde":
+        reason = "its Brownian path is drawn in order"
+    if reason is not None:
+        parts.replaced(first.noise.node, f"numbers of the same seed that differ from ComfyUI's: {reason}")
+        return
+    request["noise"] = "comfyui"
+    adding = [stage for stage in stages if stage.sampler.name in _ADD_NOISE]
+    if adding:
+        parts.replaced(
+            adding[0].sampler.node, "noise between steps as ComfyUI draws it on a CPU; on a GPU it draws other numbers"
+        )
+
+
+@functools.cache
+def _in_comfyui_order(hub_id: str) -> bool:
+    """Return whether the latents of a published model have the order of ComfyUI's."""
+    folder = packaged_folder(hub_id)
+    return folder is not None and family_for_folder(ModelFolder(folder)).requests.in_comfyui_order
 
 
 def _second_expert(parts: RequestParts, first: StageValue, second: StageValue) -> None:

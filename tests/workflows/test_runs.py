@@ -88,7 +88,9 @@ def test_templates_are_planned_from_files_of_the_named_kinds(
         (item,) = answer["items"]
         assert item["request"]["prompt"]
         # Every part is of the workflow's folders, and nothing of the hub.
-        assert (answer["folder"], answer["download_gb"]) == (None, 0), name
+        assert answer["folder"] is None
+        # Of LTX-2.5 the head that predicts a length, which is in no file of ComfyUI's.
+        assert answer["download_gb"] <= (0.01 if "ltx2_5" in name else 0), name
         paths = [value for key, value in answer["runtime"].items() if key.endswith("_path") and key != "model_path"]
         assert sum(path is not None and Path(path).is_relative_to(tmp_path / name) for path in paths) >= 3, name
     if names is None:

@@ -51,6 +51,7 @@ from diffusion_runtime.workflows.translation import Translation
 # By patterns of published names; the first that fits.
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "minimax-h3*": write_tiny_minimax_h3,
+    "ltx-2": write_tiny_ltx2,
     "ltx-2.3*": partial(write_tiny_ltx2, is_ltx23=True),
     "ltx-2.5": partial(write_tiny_ltx2, is_ltx25=True),
     "qwen-image-2.1*": partial(write_tiny_qwen_image_21, sees=True),
