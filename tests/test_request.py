@@ -9,7 +9,16 @@ from tables import table
 
 from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.request.fields import ANY_GUIDANCE, GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO, AsGiven
+from diffusion_runtime.request.fields import (
+    ANY_GUIDANCE,
+    GUIDANCE,
+    GUIDED_CHUNKS,
+    IMAGES,
+    PLACED_IMAGES,
+    SHIFT,
+    VIDEO,
+    AsGiven,
+)
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS, SAMPLERS, request_field_types
 from diffusion_runtime.request.layers import layered
 
@@ -148,7 +157,7 @@ def test_declarations_agree_with_the_fields() -> None:
             wrong.append(f"{name}: the check is of {declared.check.kind.__name__}")
         if declared.refusal is not None and not (declared.may_stay_none and unset[name] is None):
             wrong.append(f"{name}: a field that only some models use must be open by default")
-        if declared.used_with not in (None, GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, SHIFT, VIDEO):
+        if declared.used_with not in (None, GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, PLACED_IMAGES, SHIFT, VIDEO):
             wrong.append(f"{name}: used_with {declared.used_with}")
         if declared.repeatable and not declared.differs_in_batch:
             wrong.append(f"{name}: several values of one batch that must be equal")

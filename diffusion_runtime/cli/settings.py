@@ -20,7 +20,12 @@ from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
-from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest
+from diffusion_runtime.request.generation_request import (
+    INPUT_FIELDS,
+    OF_SECOND_STAGE,
+    REQUEST_FIELDS,
+    GenerationRequest,
+)
 from diffusion_runtime.request.given_images import fetched_images
 from diffusion_runtime.request.layers import layered
 
@@ -111,7 +116,7 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
     recipe_request = _without_none(recipe.get("request") or {})
     if runtime.upsampler_path is None:
         # Those of a second stage that `--upsampler-path none` leaves out.
-        for name in ("second_stage_sigmas", "second_stage_sampler", "adain_factor", "tone_map_compression_ratio"):
+        for name in OF_SECOND_STAGE:
             recipe_request.pop(name, None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values), any_prompt)

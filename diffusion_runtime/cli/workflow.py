@@ -30,6 +30,8 @@ diffusion-runtime workflow coverage comfyui_workflow_templates_json/templates
 SCHEMA = "diffusion_runtime.workflow/1"
 COVERAGE_SCHEMA = "diffusion_runtime.workflow.coverage/1"
 _MAX_NOT_REACHED = 20
+# The largest template has 211; laying out a table of 10,000 takes seconds.
+_MAX_SHOWN = 500
 
 workflow = typer.Typer(rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -118,10 +120,17 @@ def _as_object(file: str, found: Translation | Refusal) -> dict[str, Any]:
 def _show(found: Translation | Refusal) -> None:
     from diffusion_runtime.cli.consoles import console_on_stdout
     from diffusion_runtime.cli.tables import facts_table, plain_table
+    from diffusion_runtime.workflows.evaluation import Verdict
     from diffusion_runtime.workflows.translation import Translation
 
     console = console_on_stdout()
-    console.print(plain_table(("node", "class", "is", "by what, or why"), _finding_rows(found), "Nodes"))
+    nodes = _finding_rows(found)
+    listed = (
+        nodes if len(nodes) <= _MAX_SHOWN else [each for each in nodes if each[2] != Verdict.TAKEN.value][:_MAX_SHOWN]
+    )
+    console.print(plain_table(("node", "class", "is", "by what, or why"), listed, "Nodes"))
+    if len(listed) < len(nodes):
+        console.print(f"and {len(nodes) - len(listed)} more; --json has all of them")
     if found.not_reached:
         kinds = sorted({node.kind for node in found.not_reached})
         shown = ", ".join(kinds[:_MAX_NOT_REACHED])

@@ -23,6 +23,7 @@ from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.untrusted.files import user_path
 from diffusion_runtime.weights.checkpoint import Checkpoint
+from diffusion_runtime.weights.level_list_names import STATISTICS
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.weight_files import listed
 
@@ -199,11 +200,12 @@ def _statistics(folder: AnyFolder, device: torch.device) -> tuple[torch.Tensor, 
     """Read the mean and deviation of the latents from the autoencoder's weights. Raises ModelLoadError."""
     found = []
     with Checkpoint(folder / COMPONENT) as checkpoint:
-        for name in ("latents_mean", "latents_std"):
-            shape = checkpoint.shapes.get(name)
+        for name, of_authors in STATISTICS.items():
+            stored = name if name in checkpoint.shapes else of_authors
+            shape = checkpoint.shapes.get(stored)
             if shape is None or len(shape) != 1:
                 raise ModelLoadError(f"{folder / COMPONENT}: {name}: expected a number per channel of the latents")
             tensor = torch.empty(shape)
-            checkpoint.copy_into(name, tensor)
+            checkpoint.copy_into(stored, tensor)
             found.append(tensor.to(device))
     return found[0], found[1]

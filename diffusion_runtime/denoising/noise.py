@@ -13,12 +13,16 @@ class SampleNoise:
     """Standard normal noise of a batch, every sample drawn by its own CPU generator: a seed gives the same noise on
     every device, in every dtype, in every batch and on any number of processes.
 
-    latent_shape: of one sample. seeds: one per sample.
+    latent_shape: of one sample. seeds: one per sample. as_comfyui: whether noise between steps is of generators seeded
+    with one more, as ComfyUI's samplers draw it on a CPU (on a GPU they do with the GPU's generator). ComfyUI draws the
+    initial noise of pictures and of a sound one after the other; where the pictures' numbers are a multiple of 16, as
+    in every model with sound, torch draws the same at once.
     """
 
-    def __init__(self, latent_shape: Sequence[int], seeds: Sequence[int]) -> None:
+    def __init__(self, latent_shape: Sequence[int], seeds: Sequence[int], *, as_comfyui: bool = False) -> None:
         self._shape = (1, *latent_shape)
-        self._generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+        self._generators = _generators(seeds)
+        self._later = _generators([(seed + 1) % 2**64 for seed in seeds]) if as_comfyui else self._generators
         self._drawn: list[tuple[int, ...]] = []
 
     def draw(self) -> torch.Tensor:
@@ -43,7 +47,9 @@ class SampleNoise:
     def draw_of(self, latent_shape: Sequence[int]) -> torch.Tensor:
         """`draw` in another shape."""
         self._drawn.append(tuple(latent_shape))
-        return torch.cat([torch.randn((1, *latent_shape), generator=generator) for generator in self._generators])
+        drawn = torch.cat([torch.randn((1, *latent_shape), generator=generator) for generator in self._generators])
+        self._generators = self._later
+        return drawn
 
     @property
     def drawn(self) -> tuple[tuple[int, ...], ...]:
@@ -103,3 +109,7 @@ def _generator(seed: int, chunk: int, draw: int | str) -> torch.Generator:
     """Seeded with 63 bits of a hash, so that no two of these numbers share a sequence, as sums of them would."""
     digest = hashlib.blake2b(f"{seed}:{chunk}:{draw}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _generators(seeds: Sequence[int]) -> list[torch.Generator]:
+    return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]

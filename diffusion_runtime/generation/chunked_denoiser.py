@@ -82,7 +82,7 @@ class ChunkedDenoiser:
         }
         noise = ChunkNoise((channels, height, width), seeds, later)
         sampler = settings.build_sampler()
-        inputs = denoiser.inputs_of(text, settings.size)
+        inputs = denoiser.inputs_of(text, settings.size, settings.shared)
         guided = guided_frames(settings.shared, chunks)
         experts = frozenset(experts_by_step(sampler, denoiser.transformer.expert_at))
         forward = _FrameForward(denoiser, settings.chunking.cache_passes(chunks), inputs, experts, guided)
@@ -342,7 +342,8 @@ class _FrameForward:
         first chunk denoised under them; None before the video's first one, whose prompt they then are."""
         before, self._state = self._state, RequestCache()
         self._state.adopt(before, CACHED_KEYS)
-        self._inputs.update(self._denoiser.inputs_of(text, self._denoiser.settings.size))
+        settings = self._denoiser.settings
+        self._inputs.update(self._denoiser.inputs_of(text, settings.size, settings.shared))
         self._switched_at = switched_at
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:

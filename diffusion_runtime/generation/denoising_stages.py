@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,14 +21,19 @@ from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
+# DiffusionTransformer.begin_again, of latents alone.
+BeginAgain = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class DenoisingStage(ABC):
-    """Consecutive steps at one size. note: for the report, said when the stage begins. first: how many steps come
-    before those that its sampler numbers. refines: whether it begins with clean latents, and runs without step caches
-    and the instruments around predictions."""
+    """Consecutive steps at one size. settings: of its steps, in which images may count otherwise than in another
+    stage's. note: for the report, said when the stage begins. first: how many steps come before those that its sampler
+    numbers. refines: whether it begins with clean latents, and runs without step caches and the instruments around
+    predictions."""
 
     size: ClipSize
+    settings: BatchSettings
     note: str | None = dataclasses.field(default=None, kw_only=True)
     first: int = dataclasses.field(default=0, kw_only=True)
     refines: bool = dataclasses.field(default=False, kw_only=True)
@@ -41,8 +46,19 @@ class DenoisingStage(ABC):
         """Return whether no step is left behind a place."""
         return state.index > self.steps(torch.device("cpu"))[-1].index
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
-        """Return the latents that the first step is given. latents: initial ones, or those of the stage before."""
+    def noise(self, seeds: Sequence[int], before: SampleNoise | None = None) -> SampleNoise:
+        """Return the noise of the stage's samples. before: of the stage before, which goes on where nothing says
+        otherwise."""
+        shared = self.settings.shared
+        as_comfyui, seed = shared.noise == "comfyui", shared.second_stage_seed if self.refines else None
+        if before is not None and seed is None and not as_comfyui:
+            return before
+        seeds = seeds if seed is None else [seed] * len(seeds)
+        return SampleNoise(self.settings.sizes.sample_shape(self.size), seeds, as_comfyui=as_comfyui)
+
+    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
+        """Return the latents that the first step is given. latents: initial ones, or those of the stage before.
+        begin_again: see DiffusionTransformer, with this stage's conditions."""
         return latents
 
     @abstractmethod
@@ -75,7 +91,7 @@ class PlainStage(DenoisingStage):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
         if self.initial is None:
             return latents
         level = self.steps(latents.device)[0].sigma
@@ -105,7 +121,7 @@ class GrowingStage(DenoisingStage):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
+    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
         return self.sampler.grown(latents, noise.draw_of)
 
     def start(self, latents: torch.Tensor) -> SamplerState:
@@ -127,14 +143,13 @@ class RefiningStage(DenoisingStage):
     """Steps at full size from latents of half the size, upsampled and mixed with noise; a sound is noised and denoised
     with the pictures."""
 
-    settings: BatchSettings
     upsampler: LatentUpsampler | None
     sampler: Sampler
 
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
+    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:
         settings, geometry, level = self.settings, self.settings.sampling.geometry, self.settings.second_levels[0]
         assert self.upsampler is not None, "there is one wherever a second stage runs"
         first, shared = settings.sizes.first, settings.shared
@@ -153,7 +168,8 @@ class RefiningStage(DenoisingStage):
             )
             larger = upsampled(torch.cat(frames.unbind(1), dim=2)).to(latents.device)
             clean = torch.cat([clean, larger.transpose(1, 2).flatten(1)], dim=1)
-        return level * noise.draw_of(settings.sizes.sample_shape(self.size)).to(latents.device) + (1 - level) * clean
+        clean = begin_again(clean)
+        return level * noise.draw_of(self._shape).to(latents.device) + (1 - level) * clean
 
     def start(self, latents: torch.Tensor) -> SamplerState:
         return self.sampler.start(latents)
@@ -161,14 +177,17 @@ class RefiningStage(DenoisingStage):
     def _run(
         self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int
     ) -> SamplerState:
-        shape = self.settings.sizes.sample_shape(self.size)
         return self.sampler.run(
             state,
             predict,
             lambda step, at: on_step(dataclasses.replace(step, index=self.first + step.index), at),
-            lambda: noise.draw_of(shape),
+            lambda: noise.draw_of(self._shape),
             end,
         )
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.settings.sizes.sample_shape(self.size)
 
 
 def stages_of(
@@ -182,8 +201,11 @@ def stages_of(
         growing = stage_samplers(sampler, planned)
         sizes = [settings.sizes.halved(each.stage.level) for each in growing]
         notes = [_sizes_note(growing, sizes), *(None for _ in sizes[1:])]
-        return [GrowingStage(size, each, note=note) for size, each, note in zip(sizes, growing, notes, strict=True)]
-    stages: list[DenoisingStage] = [PlainStage(first, sampler, initial, note=settings.sizes.note)]
+        return [
+            GrowingStage(size, settings, each, note=note)
+            for size, each, note in zip(sizes, growing, notes, strict=True)
+        ]
+    stages: list[DenoisingStage] = [PlainStage(first, settings, sampler, initial, note=settings.sizes.note)]
     if levels:
         size, num_before = settings.size, settings.num_inference_steps
         name = settings.shared.second_stage_sampler or SECOND_STAGE_SAMPLERS[0]
@@ -192,7 +214,8 @@ def stages_of(
             f"{first.height} x {first.width} (height x width)"
         )
         refining = build_sampler(name, len(levels), 1.0, {}, levels)
-        stages.append(RefiningStage(size, settings, upsampler, refining, note=note, first=num_before, refines=True))
+        of_stage = settings.of_second_stage()
+        stages.append(RefiningStage(size, of_stage, upsampler, refining, note=note, first=num_before, refines=True))
     return stages
 
 

@@ -39,6 +39,7 @@ from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransfor
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomials
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -121,10 +122,12 @@ class LatentDenoiser:
         settings, stages = self.settings, stages_of(self.settings, self.upsampler, self._initial_latents())
         if settings.guidance.note is not None:
             self.recorder.note(settings.guidance.note)
-        noise = SampleNoise(settings.sizes.sample_shape(stages[0].size), seeds)
+        noise = stages[0].noise(seeds)
         for _ in range(num_drawn):
             noise.draw()
         if begin is not None:
+            for stage in stages[1 : begin.stage + 1]:
+                noise = stage.noise(seeds, noise) if stage.refines else noise
             noise.draw_again(begin.drawn)
         # What is computed from the prompt alone serves every size.
         prompts, forward = self._prompts(of_windows or [text] * len(settings.windows or (None,))), self.forward_of()
@@ -147,7 +150,8 @@ class LatentDenoiser:
                 break
             if following[0].stage.refines:
                 latents = self.transformer.settle(latents, run.inputs["cond"])
-            number, place = number + 1, following[0].stage.start(following[0].stage.begin(latents, noise))
+                noise = following[0].stage.noise(seeds, noise)
+            number, place = number + 1, self._first_place_of(following[0], latents, noise)
         if isinstance(forward, GraphedForward):
             forward.report()
         if run.stage.is_over(place):
@@ -167,7 +171,12 @@ class LatentDenoiser:
     def _first_place(self, run: _StageRun, noise: SampleNoise) -> SamplerState:
         """Return the place before the first step. run: of the first stage."""
         latents = self.transformer.start(self._initial(noise).to(self.device), run.inputs["cond"])
-        return run.stage.start(run.stage.begin(latents, noise))
+        return self._first_place_of(run, latents, noise)
+
+    def _first_place_of(self, run: _StageRun, latents: torch.Tensor, noise: SampleNoise) -> SamplerState:
+        """Return the place before a stage's first step. latents: initial ones, or those of the stage before."""
+        begin_again = functools.partial(self.transformer.begin_again, inputs=run.inputs["cond"])
+        return run.stage.start(run.stage.begin(latents, noise, begin_again))
 
     def _initial_latents(self) -> InitialLatents | None:
         """Return what the requests start from; None for noise alone."""
@@ -205,7 +214,8 @@ class LatentDenoiser:
     ) -> _StageRun:
         """Return a stage with its conditions and its prediction. prompts: of each context window, or one of the clip. A
         step cache is of one stage: nothing of another size can be reused."""
-        settings, inputs = self.settings, self.inputs_of(prompts[0].text, stage.size)
+        settings, shared = self.settings, stage.settings.shared
+        inputs = self.inputs_of(prompts[0].text, stage.size, shared)
         cache = StepCache()
         if not stage.refines:
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)
@@ -219,7 +229,9 @@ class LatentDenoiser:
         else:
             size = settings.of_window(stage.size)
             # One object for the windows of a prompt: what is computed from it is kept.
-            of_each = {prompt.state: predict_of(prompt, self.inputs_of(prompt.text, size)) for prompt in prompts}
+            of_each = {
+                prompt.state: predict_of(prompt, self.inputs_of(prompt.text, size, shared)) for prompt in prompts
+            }
             predict = over_windows([of_each[prompt.state] for prompt in prompts], settings.windows, self.device)
         guided = self.guided(predict, inputs["cond"], cache.wrappers)
         predict = self._with_expert(guided, {prompt.state for prompt in prompts})
@@ -232,9 +244,11 @@ class LatentDenoiser:
         geometry = self.settings.sampling.geometry
         return lambda step, latents: on_step(step, geometry.clip_of(latents, size))
 
-    def inputs_of(self, text: Mapping[str, Conditions], size: ClipSize) -> dict[str, DenoiserInputs]:
-        """Return the conditions of the transformer, by guidance branch."""
-        image, guidance = self._image_condition(size), self.settings.guidance
+    def inputs_of(
+        self, text: Mapping[str, Conditions], size: ClipSize, shared: GenerationRequest
+    ) -> dict[str, DenoiserInputs]:
+        """Return the conditions of the transformer, by guidance branch. shared: values of the stage of this size."""
+        image, guidance = self._image_condition(size, shared), self.settings.guidance
         prompt = text["cond"] if isinstance(self.settings.sampling.control, ImageControl) else None
         inputs = {
             branch: DenoiserInputs(
@@ -242,7 +256,7 @@ class LatentDenoiser:
                 size=size,
                 guidance=guidance.embedded,
                 image=None if image is None else image.repeat(len(conditions.lengths)),
-                request=self.settings.shared,
+                request=shared,
                 prompt=prompt,
             )
             for branch, conditions in text.items()
@@ -260,8 +274,7 @@ class LatentDenoiser:
         image = inputs["cond" if self.transformer.text_is_keys else "both"].image
         return dataclasses.replace(both, text=text, image=image, attention_guidance=guidance)
 
-    def _image_condition(self, size: ClipSize) -> ImageCondition | None:
-        shared = self.settings.shared
+    def _image_condition(self, size: ClipSize, shared: GenerationRequest) -> ImageCondition | None:
         if not self.settings.has_condition:
             return None
 

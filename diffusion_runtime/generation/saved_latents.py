@@ -159,14 +159,14 @@ def _levels(stage: DenoisingStage, state: DenoisingState) -> tuple[float, ...]:
 
 def _check_tensors(state: DenoisingState, stage: DenoisingStage, settings: BatchSettings) -> None:
     """Hold the tensors of a place against those that the stage's sampler has there. Raises RequestError."""
-    shape = (1, *settings.sizes.sample_shape(stage.size))
+    shape = (1, *stage.settings.sizes.sample_shape(stage.size))
     expected = set() if stage.is_over(state.sampler) else _rehearsed(stage, state.sampler.index)
     _check_tensor(_STATE, state.sampler.latents, shape)
     if set(state.sampler.history) != expected:
         raise _differs(f"a sampler that keeps {_listed(sorted(state.sampler.history))}", _listed(sorted(expected)))
     for name, each in state.sampler.history.items():
         _check_tensor(f"{_HISTORY}{name}", each, shape)
-    shapes = {tuple(settings.sizes.sample_shape(each.size)) for each in stages_of(settings)}
+    shapes = {tuple(each.settings.sizes.sample_shape(each.size)) for each in stages_of(settings)}
     if not set(state.drawn) <= shapes or len(state.drawn) > _MAX_DRAWS_PER_STEP * (settings.num_steps + 1):
         raise _differs(f"noise that was drawn {len(state.drawn)} times", f"{settings.num_steps} steps")
 

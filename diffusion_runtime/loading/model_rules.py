@@ -15,7 +15,7 @@ from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.models.sampling_presets import check_preset_names, few_steps_of, presets_of, recognise
 from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
-from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
+from diffusion_runtime.request.generation_request import OF_SECOND_STAGE, SECOND_STAGE_SAMPLERS
 from diffusion_runtime.request.layers import layered
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -68,7 +68,7 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
             ),
         ),
         step_caches=StepCacheRules(read_polynomials(model.folder), needs_whole_passes=config.cuda_graphs == "on"),
-        model_fields=model.used_fields | second.keys(),
+        model_fields=model.used_fields | frozenset(OF_SECOND_STAGE if second else ()),
         spectrum=read_spectrum(model.folder),
     )
 

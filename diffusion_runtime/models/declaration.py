@@ -102,7 +102,8 @@ class Requests:
     folder: image_path, true_cfg_scale, guidance_scale_2. guidance_offset: is added to guidance_scale to make it the
     factor of uncond + factor * (cond - uncond). schedule: where the flow shift is a number; read_schedule: for models
     whose shift may follow the size, which are refused without it. second_stage: refines upsampled latents, in families
-    with an upsampler.
+    with an upsampler. in_comfyui_order: whether latents hold their numbers in the order of ComfyUI's, [channels,
+    frames, height, width], those of a sound behind them.
     """
 
     defaults: Mapping[str, Any]
@@ -111,6 +112,7 @@ class Requests:
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
     second_stage: SecondStage | None = None
+    in_comfyui_order: bool = False
 
     def schedule_of(self, scheduler: SchedulerConfig, family: str) -> FlowSchedule:
         """Return the schedule of a folder. family: its name, for messages. Raises ModelLoadError."""

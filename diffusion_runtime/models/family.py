@@ -102,6 +102,7 @@ class Model(Generic[C, G]):
             **dict.fromkeys(("init_path", "mask_path"), self.family.decoding.load_encoder is not None),
             "conditioning_scale": sampling.control is not None and sampling.control.takes_scale,
             **dict.fromkeys(("nag_scale", "nag_tau", "nag_alpha"), sampling.restoration is None),
+            "noise": self.family.requests.in_comfyui_order and not sampling.is_causal,
             "decode_timestep": sampling.decodes_with_noise,
             "decode_noise_scale": sampling.decodes_with_noise,
             **{name: sampling.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},

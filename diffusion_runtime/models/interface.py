@@ -197,6 +197,11 @@ class DiffusionTransformer(nn.Module, ABC):
         """Return the initial latents; models trained with a trace of the image in the noise mix it in here."""
         return noise
 
+    def begin_again(self, clean: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """Return clean latents of the clip as they are noised for another stage; models whose images are denoised with
+        the clip put them in here. inputs: of that stage, whose sizes the latents have."""
+        return clean
+
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """Return clean latents after the last step, of the clip and of what was denoised with it. Models that keep
         parts of an image restore them here."""

@@ -17,13 +17,14 @@ SIZE = "Size and steps"
 
 # What a field's use may depend on within one generation (RequestField.used_with): guidance by a second branch; that or
 # guidance within attention, which read the negative prompt; the latter alone; any guidance; guidance of some chunks
-# alone; a video, not an image; noise levels that are still to be shifted.
+# alone; images; images at frames of their own; a video, not an image; noise levels that are still to be shifted.
 GUIDANCE = "guidance"
 NEGATIVE_TEXT = "negative text"
 ATTENTION_GUIDANCE = "attention guidance"
 ANY_GUIDANCE = "any guidance"
 GUIDED_CHUNKS = "guided chunks"
 IMAGES = "images"
+PLACED_IMAGES = "images at frames"
 VIDEO = "video"
 SHIFT = "shift"
 

@@ -32,6 +32,7 @@ from diffusion_runtime.request.fields import (
     NO_UPSAMPLER,
     NO_WINDOWS,
     OWN_NAME,
+    PLACED_IMAGES,
     SHIFT,
     VIDEO,
     Blocks,
@@ -72,6 +73,7 @@ POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
+NOISES = ("own", "comfyui")
 SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
 # In the order of the components of Wan 2.2's folders.
 EXPERTS = ("high_noise", "low_noise")
@@ -268,6 +270,17 @@ class GenerationRequest:
     second_stage_sampler: str | None = _second_stage_field(
         f"Sampler of a second stage: {' or '.join(SECOND_STAGE_SAMPLERS)}.",
         SamplerName(SECOND_STAGE_SAMPLERS),
+        off=None,
+    )
+    # Of the noise that the second stage begins with; None is what the first one's generator gives next.
+    second_stage_seed: int | None = _second_stage_field(
+        "Seed of the second stage's noise; the first one's generator goes on by default.", SeedNumber(), off=None
+    )
+    # How strongly the images of frame_conditions count in the second stage; None is as in the first.
+    second_stage_strength: float | None = _second_stage_field(
+        "How strongly the images of --condition-at count in the second stage, 0 to 1; as in the first by default.",
+        Number(maximum=1.0),
+        used_with=PLACED_IMAGES,
         off=None,
     )
     # What upsampled latents become before they are noised: each channel's mean and deviation those of the first stage's
@@ -515,6 +528,13 @@ class GenerationRequest:
     control_guidance_end: float | None = _controlnet_field(
         "Part of the steps after which a ControlNet counts no more.", Number(0.0, 1.0)
     )
+    # How noise follows from the seed (denoising/noise.py); None is own.
+    noise: str | None = request_field(
+        "own, or comfyui: numbers as its samplers draw them on a CPU for this seed. See docs/workflows.md.",
+        OneOf(NOISES),
+        refusal="the order of numbers in ComfyUI's latents of this model is not known here; leave it out",
+        off="own",
+    )
     # Of the CPU generator that draws the noise, so that every device starts alike.
     seed: int = _prompt_field(
         "7, or several: 1,2 or 1-4 or the flag again. Each prompt is made with each.", SeedNumber(), default=0
@@ -587,6 +607,8 @@ def _fields_of(*checks: type) -> tuple[str, ...]:
 IMAGE_FIELDS = _fields_of(ImageFile)
 VIDEO_FIELDS = _fields_of(VideoFile, MaskFile)
 INPUT_FIELDS = _fields_of(ImageFile, InputFile)
+# Those of a second stage.
+OF_SECOND_STAGE = tuple(name for name, declared in REQUEST_FIELDS.items() if declared.refusal == NO_UPSAMPLER)
 
 
 def image_paths(request: GenerationRequest, field: str) -> tuple[str, ...]:

@@ -113,6 +113,14 @@ class BatchSettings:
         seeds = self.shared.segment_seeds or ()
         return seeds[index] if index < len(seeds) else self.shared.seed
 
+    def of_second_stage(self) -> Self:
+        """Return the settings of the second stage's steps, in which the images at frames may count otherwise."""
+        strength, given = self.shared.second_stage_strength, self.shared.frame_conditions
+        if strength is None or given is None:
+            return self
+        conditions = tuple((frame, path, strength) for frame, path, _ in given)
+        return dataclasses.replace(self, shared=dataclasses.replace(self.shared, frame_conditions=conditions))
+
     @property
     def size(self) -> ClipSize:
         """The size of what is made."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.denoising.chunks import is_rolling
 from diffusion_runtime.request.generation_request import GenerationRequest, is_set
 from diffusion_runtime.request.layers import EXPLICIT_LEVELS
@@ -68,6 +69,9 @@ class ChosenRequest:
             "spatio-temporal or modality guidance": lambda: terms is not None and bool(terms.further_branches),
             "skip-layer guidance": lambda: settings.guidance.skip is not None,
             "image with a strength below 1": lambda: any(s != 1 for _, _, s in request.frame_conditions or ()),
+            "ComfyUI's noise": lambda: request.noise == "comfyui",
+            "image behind the clip": lambda: _has_image_behind(request, sampling.geometry),
+            "sampler dpmpp_sde": lambda: request.sampler == "dpmpp_sde",
             "image to edit": lambda: self.edits_images and request.image_path is not None,
             "mask of the model's own": lambda: self.takes_masks and request.mask_path is not None,
             "frames before the clip": lambda: _num_frames_before(settings) > 0,
@@ -129,6 +133,12 @@ def _num_frames_before(settings: BatchSettings) -> int:
     control = settings.sampling.control
     references = 0 if control is None else control.num_references(settings.shared)
     return settings.sampling.geometry.num_latents_before + references
+
+
+def _has_image_behind(request: GenerationRequest, geometry: LatentGeometry) -> bool:
+    """Return whether an image at another frame than the first has tokens of its own behind the clip's."""
+    at_end = geometry.appends_last_image and request.last_image_path is not None
+    return at_end or any(frame > 0 for frame, _, _ in request.frame_conditions or ())
 
 
 def _is_progressive(request: GenerationRequest) -> bool:

@@ -13,6 +13,7 @@ from diffusion_runtime.request.fields import (
     GUIDED_CHUNKS,
     IMAGES,
     NEGATIVE_TEXT,
+    PLACED_IMAGES,
     SHIFT,
     VIDEO,
 )
@@ -67,6 +68,8 @@ def _reasons(settings: BatchSettings, model_fields: Collection[str]) -> dict[str
         reasons[VIDEO] = "this model makes images"
     if request.image_path is None and request.last_image_path is None and not request.frame_conditions:
         reasons[IMAGES] = "the request has no image"
+    if not request.frame_conditions:
+        reasons[PLACED_IMAGES] = "no image has a strength of its own (--condition-at)"
     if request.sigmas is not None:
         reasons[SHIFT] = "sigmas are the noise levels as they run"
     return reasons

@@ -26,6 +26,7 @@ from diffusion_runtime.weights.tensor_part import WHOLE, TensorPart
 from diffusion_runtime.weights.weight_files import (
     DAMAGED,
     find_weight_files,
+    of_component,
     refuse_quantised,
     refuse_unmarked,
 )
@@ -279,7 +280,7 @@ class Checkpoint:
         file = SafetensorsFile(path, prefix)
         self._stack.callback(file.close)
         kinds = {name: head.kind for name, head in file.heads.items()}
-        (refuse_unmarked if reads_quantized else refuse_quantised)(path, kinds)
+        (refuse_unmarked if reads_quantized else refuse_quantised)(path, of_component(self.folder.name, kinds))
         return file
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diffusion_runtime.weights.file_kinds import FileKind, kind_of
-from diffusion_runtime.weights.weight_files import PREFIXES, without_prefix
+from diffusion_runtime.weights.weight_files import OWN_NAMES, PREFIXES, without_prefix
 
 # Longer ones first.
 _CONTAINER = re.compile(
@@ -33,7 +33,7 @@ _BY_PREFIX = {
     "vocoder.": FileKind("a vocoder", (), component="vocoder"),
 }
 # Beside a transformer of LTX-2, with its prefix, and outside of it.
-_CONNECTORS = re.compile(r"((video|audio)_embeddings_connector|text_embedding_projection)\.")
+_CONNECTORS = OWN_NAMES["connectors"]
 _CONNECTORS_KIND = FileKind("connectors from the text to the transformer", (), component="connectors")
 
 

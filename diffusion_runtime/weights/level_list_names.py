@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator
 
 # Behind diffusers' name of a block: the parts with a level of their own, in the order of the authors' list.
 _DOWN, _UP = ("resnets", "downsamplers.0", "conv_out"), ("conv_in", "upsamplers.0", "resnets")
-_STATISTICS = {
+# Of the latents, by diffusers' name and by the authors'.
+STATISTICS = {
     "latents_mean": "per_channel_statistics.mean-of-means",
     "latents_std": "per_channel_statistics.std-of-means",
 }
@@ -75,8 +76,8 @@ def _place(name: str, half: str, blocks: str) -> str | None:
 
 
 def _autoencoder_name(name: str, levels: dict[str, str]) -> str:
-    if name in _STATISTICS:
-        return _STATISTICS[name]
+    if name in STATISTICS:
+        return STATISTICS[name]
     for theirs, ours in _DECODER.items():
         if name.startswith(theirs):
             return f"{ours}{name.removeprefix(theirs)}"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from diffusion_runtime.core.model_folder import (
@@ -259,6 +260,26 @@ def without_prefix(name: str) -> str:
     return name.removeprefix(prefix)
 
 
+# Components that lie in one file with a transformer or a text encoder of other numbers, by the names of their tensors
+# there, without a transformer's prefix.
+OWN_NAMES: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {
+        "audio_vae": re.compile(r"audio_vae\."),
+        "vocoder": re.compile(r"vocoder\."),
+        "connectors": re.compile(r"((video|audio)_embeddings_connector|text_embedding_projection)\."),
+    }
+)
+
+
+def of_component(component: str, dtypes: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the tensors of a component in a file that holds others as well; all of any other file. dtypes: by tensor
+    name."""
+    pattern = OWN_NAMES.get(component)
+    if pattern is None:
+        return dtypes
+    return {name: dtype for name, dtype in dtypes.items() if pattern.match(without_prefix(name))} or dtypes
+
+
 def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """Raises ModelLoadError for a file with tensors stored as 8-bit integers or fewer, or as 8-bit floats with scales,
     and for weights that are whole numbers. Plain casts to 8-bit floats are numbers as others. dtypes: by tensor name.
@@ -503,7 +524,7 @@ def check_component_files(
         for path in files:
             # GGUF files were opened where they were named (models/part_files.py).
             if path.suffix != GGUF:
-                refuse(path, stored_dtypes(path, prefix))
+                refuse(path, of_component(component, stored_dtypes(path, prefix)))
 
 
 def _with_weights(folder: AnyFolder) -> Iterator[tuple[str, str]]:

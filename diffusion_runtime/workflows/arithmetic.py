@@ -7,6 +7,7 @@ grammar.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -21,7 +22,9 @@ _MAX_DEPTH = 50
 # A float64 holds every whole number below it; sizes and seeds are smaller by far.
 _MAX_MAGNITUDE = 2.0**64
 _MAX_EXPONENT = 64
-_TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3})?|\.\d+)|([A-Za-z_]\w*)|(\*\*|//|<=|>=|==|!=|[-+*/%(),<>]))")
+_TOKEN = re.compile(
+    r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3})?|\.\d+)|([A-Za-z_]\w*)|(\*\*|//|<=|>=|==|!=|[-+*/%(),<>&|]))"
+)
 _FUNCTIONS: Mapping[str, Callable[..., Number]] = {
     "sum": lambda *values: sum(values),
     "min": lambda *values: min(values),
@@ -56,6 +59,9 @@ _OPERATORS: Mapping[str, Callable[[Number, Number], Number]] = {
     "/": lambda left, right: left / right,
     "//": lambda left, right: left // right,
     "%": lambda left, right: left % right,
+    # Of whole numbers alone.
+    "&": lambda left, right: operator.and_(left, right),
+    "|": lambda left, right: operator.or_(left, right),
 }
 
 
@@ -85,7 +91,8 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 class _Parser:
-    """Recursive descent through: comparison, sum, product, sign, power, value."""
+    """Recursive descent through: or, and, not, comparison, bits, sum, product, sign, power, value; both sides of `or`
+    and `and` are evaluated, which changes no value."""
 
     def __init__(self, text: str, names: Mapping[str, Number]) -> None:
         self._text = text
@@ -95,7 +102,7 @@ class _Parser:
         self._depth = 0
 
     def whole(self) -> Number:
-        value = self._comparison()
+        value = self._either()
         if self._next() is not None:
             raise self._error(f"expected its end at {shown(self._next())}")
         return value
@@ -111,7 +118,8 @@ class _Parser:
         return tokens
 
     def _error(self, what: str) -> WorkflowError:
-        return WorkflowError(f"{shown(self._text)}: {what}; numbers, names, + - * / // % ** and functions are read")
+        known = "numbers, names, + - * / // % ** & |, comparisons, and, or, not and functions are read"
+        return WorkflowError(f"{shown(self._text)}: {what}; {known}")
 
     def _next(self) -> str | None:
         return self._tokens[self._at] if self._at < len(self._tokens) else None
@@ -123,17 +131,42 @@ class _Parser:
         self._at += 1
         return token
 
+    def _either(self) -> Number:
+        value = self._both()
+        while self._take("or") is not None:
+            other = self._both()
+            value = value or other
+        return value
+
+    def _both(self) -> Number:
+        value = self._negated()
+        while self._take("and") is not None:
+            other = self._negated()
+            value = value and other
+        return value
+
+    def _negated(self) -> Number:
+        if self._take("not") is None:
+            return self._comparison()
+        self._deeper()
+        value = not self._negated()
+        self._depth -= 1
+        return value
+
     def _comparison(self) -> Number:
-        left = self._chain(("+", "-"), lambda: self._chain(("*", "/", "//", "%"), self._signed))
-        operator = self._take(*_COMPARISONS)
-        if operator is None:
+        left = self._chain(("|",), lambda: self._chain(("&",), self._sum))
+        sign = self._take(*_COMPARISONS)
+        if sign is None:
             return left
-        return _COMPARISONS[operator](left, self._comparison())
+        return _COMPARISONS[sign](left, self._comparison())
+
+    def _sum(self) -> Number:
+        return self._chain(("+", "-"), lambda: self._chain(("*", "/", "//", "%"), self._signed))
 
     def _chain(self, operators: tuple[str, ...], part: Callable[[], Number]) -> Number:
         value = part()
-        while (operator := self._take(*operators)) is not None:
-            value = self._bounded(_OPERATORS[operator](value, part()))
+        while (sign := self._take(*operators)) is not None:
+            value = self._bounded(_OPERATORS[sign](value, part()))
         return value
 
     def _signed(self) -> Number:
@@ -177,7 +210,7 @@ class _Parser:
         self._deeper()
         values: list[Number] = []
         while len(values) < most:
-            values.append(self._comparison())
+            values.append(self._either())
             if self._take(",") is None:
                 break
         if self._take(")") is None:

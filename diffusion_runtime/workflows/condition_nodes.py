@@ -79,6 +79,19 @@ def _reference(call: Call) -> tuple[Any, ...]:
     return (dataclasses.replace(conditioning, references=references),)
 
 
+def _references(call: Call) -> tuple[Any, ...]:
+    """ReferenceMultiLatent: pictures as references of both conditions."""
+    positive, negative = _both(call)
+    pictures = _pictures(call.named_like("images.", PictureValue))
+    call.maybe("vae", VaeValue)
+    if pictures:
+        call.replaced("references at the size of the model's own pipeline")
+    side = Unknown("the size is that of the first picture at the node's resolution")
+    latent = LatentValue(call.node, side, side, start=pictures[0] if pictures else None)
+    given = [dataclasses.replace(each, references=(*each.references, *pictures)) for each in (positive, negative)]
+    return (*given, latent)
+
+
 def _reference_method(call: Call) -> tuple[Any, ...]:
     method = call.text("reference_latents_method", "offset")
     if method not in ("index", "index_timestep_zero", "offset", "uxo/uno"):
@@ -212,6 +225,8 @@ def _ltx_guide(call: Call) -> tuple[Any, ...]:
         if isinstance(latent.frames, Unknown):
             call.refuse("frame_idx: counted from the end of a video whose length is not known")
         at += latent.frames
+    if at <= 0:
+        call.replaced("the first latent frame, where diffusers' pipeline has an image at frame 0")
     strength = float(call.number("strength", 1.0))
     return positive, negative, _with_frame(latent, max(at, 0), picture, strength)
 
@@ -245,6 +260,7 @@ TABLE: Mapping[str, NodeClass] = {
     "TextEncodeQwenImageEditPlus": NodeClass(_edit_text("image1", "image2", "image3")),
     "TextEncodeQwenImage21": NodeClass(_qwen_21),
     "ReferenceLatent": NodeClass(_reference),
+    "ReferenceMultiLatent": NodeClass(_references),
     "FluxKontextMultiReferenceLatentMethod": NodeClass(_reference_method),
     "CLIPVisionEncode": NodeClass(_vision),
     "WanImageToVideo": NodeClass(_from_frames("start_image", None, "clip_vision_output")),

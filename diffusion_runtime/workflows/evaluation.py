@@ -14,6 +14,7 @@ from diffusion_runtime.workflows.graph import Graph, Link, Node, WorkflowError
 from diffusion_runtime.workflows.values import Missing, Unknown
 
 Kind = TypeVar("Kind")
+_MAX_REASON = 1000
 
 
 class Verdict(Enum):
@@ -35,10 +36,11 @@ class Finding:
 
 
 class NotSupportedError(Exception):
-    """A node that changes the result and that no request stands for."""
+    """A node that changes the result and that no request stands for. reason: it may quote the workflow, and is cut."""
 
     def __init__(self, reason: str, node: Node | None = None) -> None:
-        super().__init__(reason)
+        printable = (each if each.isprintable() else ascii(each)[1:-1] for each in reason[:_MAX_REASON])
+        super().__init__("".join(printable) + ("..." if len(reason) > _MAX_REASON else ""))
         self.node = node
 
 

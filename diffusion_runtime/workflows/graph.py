@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, shown_name
 
 # The largest template has 211 nodes; a workflow of 10,000 is one that a program made.
 MAX_NODES = 20_000
@@ -34,7 +34,7 @@ class Node:
     inputs: Mapping[str, Any]
 
     def __str__(self) -> str:
-        return f"{self.kind} (node {self.id})"
+        return f"{shown_name(self.kind)} (node {shown_name(self.id)})"
 
 
 @dataclass(frozen=True)

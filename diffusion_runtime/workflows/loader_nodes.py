@@ -13,6 +13,7 @@ from diffusion_runtime.workflows.values import (
     ClipValue,
     Lora,
     ModelValue,
+    SparseValue,
     Unknown,
     UpsamplerValue,
     VaeValue,
@@ -142,7 +143,20 @@ def _attention(call: Call) -> tuple[Any, ...]:
 
 def _block_sparse(call: Call) -> tuple[Any, ...]:
     model = call.of("model", ModelValue)
-    return (dataclasses.replace(model, sparse=call.node),)
+    for name, plain in (("selection", "vsa"), ("dense_blocks", "")):
+        if call.text(name, plain) != plain:
+            call.refuse(f"{name}: expected {plain or 'nothing'}, got {call.text(name)}")
+    if call.number("end_percent", 1.0) != 1:
+        call.refuse("end_percent: expected 1: sparse attention here runs to the last step")
+    keep, start = float(call.number("selection.keep_percent", 10.0)) / 100, float(call.number("start_percent", 0.0))
+    if not 0 < keep < 1 or not 0 <= start < 1:
+        call.refuse("selection.keep_percent, start_percent: expected shares of 100 and of 1")
+    sparse = SparseValue(call.node, keep, start, call.whole("min_tokens", 0))
+    call.replaced(
+        f"video_sparse_attn at sparsity {1 - keep:g} (docs/few_steps.md#fasth3), with FastVideo's blocks; extra_tokens "
+        "and sink_conditioning have no counterpart"
+    )
+    return (dataclasses.replace(model, sparse=sparse),)
 
 
 def _easy_cache(call: Call) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ DualCLIPLoader: clip_name1 clip_name2 type device
 DualCLIPLoaderGGUF: clip_name1 clip_name2 type
 EasyCache: reuse_threshold start_percent end_percent verbose
 EmptyFlux2LatentImage: width height batch_size
+EmptyImage: width height batch_size color
 EmptyHunyuanLatentVideo: width height length batch_size
 EmptyHunyuanVideo15Latent: width height length batch_size
 EmptyLTXVLatentVideo: width height length batch_size
@@ -82,6 +83,7 @@ SaveImage: filename_prefix
 SaveVideo: filename_prefix format codec
 SaveWEBM: filename_prefix codec fps crf
 SetFirstSigma: sigma
+SolidMask: value width height
 SplitSigmas: step
 StringConcatenate: string_a string_b delimiter
 StringReplace: string find replace
@@ -89,6 +91,7 @@ TextEncodeQwenImage21: prompt negative_prompt resolution
 TextEncodeQwenImageEdit: prompt
 TextEncodeQwenImageEditPlus: prompt
 TripleCLIPLoader: clip_name1 clip_name2 clip_name3
+TrimAudioDuration: start_index duration
 UNETLoader: unet_name weight_dtype
 UnetLoaderGGUF: unet_name
 VAEDecodeTiled: tile_size overlap temporal_size temporal_overlap

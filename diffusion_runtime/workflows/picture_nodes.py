@@ -30,6 +30,13 @@ def _load_image(call: Call) -> tuple[Any, ...]:
     return PictureValue(call.node, file, size=None if path is None else size_of(path)), MaskValue(call.node, file)
 
 
+def _empty_image(call: Call) -> tuple[Any, ...]:
+    """EmptyImage: one colour; where it counts as a picture it is no file."""
+    width, height = call.size("width", 512), call.size("height", 512)
+    known = isinstance(width, int) and isinstance(height, int)
+    return (PictureValue(call.node, size=(width, height) if known else None),)  # type: ignore[arg-type]
+
+
 def _load_video(call: Call) -> tuple[Any, ...]:
     return (PictureValue(call.node, call.text("file"), is_film=True),)
 
@@ -184,6 +191,26 @@ def _encoded_sound(call: Call) -> tuple[Any, ...]:
     return (LatentValue(call.node, 0, 0, is_sound=True, given={"audio_path": sound}),)
 
 
+def _solid_mask(call: Call) -> tuple[Any, ...]:
+    return (MaskValue(call.node, value=float(call.number("value", 1.0))),)
+
+
+def _masked(call: Call) -> tuple[Any, ...]:
+    """SetLatentNoiseMask: a sound whose mask is 0 stays as it is."""
+    latent, mask = call.of("samples", LatentValue), call.of("mask", MaskValue)
+    if not latent.is_sound or mask.value != 0:
+        call.refuse("a part of the latents that is denoised alone; expected a mask of 0 over a sound, which keeps it")
+    return (dataclasses.replace(latent, given={**latent.given, "kept": True}),)
+
+
+def _trimmed(call: Call) -> tuple[Any, ...]:
+    """TrimAudioDuration, from the beginning: as long as the clip here."""
+    if call.number("start_index", 0.0) != 0:
+        call.refuse("start_index: expected 0: a sound is read from its beginning")
+    call.replaced("as much of the sound as the clip is long")
+    return (call.of("audio", SoundValue),)
+
+
 def _with_sound(call: Call) -> tuple[Any, ...]:
     video, sound = call.of("video_latent", LatentValue), call.of("audio_latent", LatentValue)
     return (dataclasses.replace(video, sound=sound),)
@@ -254,6 +281,7 @@ def _first_of(call: Call) -> tuple[Any, ...]:
 TABLE: Mapping[str, NodeClass] = {
     "LoadImage": NodeClass(_load_image),
     "LoadImageOutput": NodeClass(_load_image),
+    "EmptyImage": NodeClass(_empty_image),
     "LoadVideo": NodeClass(_load_video),
     "GetVideoComponents": NodeClass(_components),
     "LoadAudio": NodeClass(_load_audio),
@@ -275,6 +303,9 @@ TABLE: Mapping[str, NodeClass] = {
     "EmptyHunyuanVideo15Latent": NodeClass(_empty(16, "length")),
     "EmptyLTXVLatentVideo": NodeClass(_empty(32, "length")),
     "LTXVEmptyLatentAudio": NodeClass(_empty_sound),
+    "SolidMask": NodeClass(_solid_mask),
+    "SetLatentNoiseMask": NodeClass(_masked),
+    "TrimAudioDuration": NodeClass(_trimmed),
     "LTXVAudioVAEEncode": NodeClass(_encoded_sound),
     "LTXVConcatAVLatent": NodeClass(_with_sound),
     "LTXVSeparateAVLatent": NodeClass(_apart),

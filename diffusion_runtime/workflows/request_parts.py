@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.named_schedules import NoiseTable
 from diffusion_runtime.models.published import PublishedModel, published_models
-from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
+from diffusion_runtime.models.published_folders import packaged_folder
+from diffusion_runtime.models.registry import family_for_folder
+from diffusion_runtime.request.generation_request import REQUEST_FIELDS, SECOND_STAGE_SAMPLERS
 from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.workflows.evaluation import Evaluation, NotSupportedError, Verdict
 from diffusion_runtime.workflows.graph import Node
@@ -24,6 +28,7 @@ from diffusion_runtime.workflows.values import (
     MovieValue,
     PictureValue,
     SoundValue,
+    SparseValue,
     StageValue,
     Unknown,
     VaeValue,
@@ -44,6 +49,8 @@ _SAMPLERS = {
 }
 # Those whose next step depends on no earlier one: a schedule in two parts is the same as one.
 _OF_ONE_STEP = ("euler", "ddim", "lcm", "euler_ancestral")
+# Those that add noise between steps.
+_ADD_NOISE = ("lcm", "euler_ancestral", "er_sde", "dpmpp_sde")
 # Those that compute in the signal-to-noise ratio, which is 0 at a noise level of 1.
 _OF_RATIO = ("er_sde", "dpmpp_sde")
 _MAX_STAGES = 4
@@ -152,13 +159,14 @@ def _request_of(evaluation: Evaluation, latent: LatentValue, output: PictureValu
     _files(parts, stages, latent)
     _first_stage(parts, first, known)
     _sizes(parts, stages, output)
-    _given(parts, first)
+    _given(parts, stages)
     if len(stages) == 2 and upsamplers[1] is not None:
         _second_stage(parts, stages[0], stages[1], upsamplers[1])
     elif len(stages) == 2:
         _second_expert(parts, stages[0], stages[1])
     elif len(stages) > 2:
         raise NotSupportedError(f"{len(stages)} stages of samplers; two are supported", stages[2].node)
+    _noise(parts, stages)
     if isinstance(output, MovieValue) and output.sound is not None:
         _sound(parts, output, latent)
     return parts
@@ -201,17 +209,27 @@ def _files(parts: RequestParts, stages: Sequence[StageValue], latent: LatentValu
     elif len(stages) == 2 and _named(stages[1].guider.model.loras) != _named(model.loras):
         lora = next(iter((*stages[1].guider.model.loras, *model.loras)))
         raise NotSupportedError("a LoRA of one stage alone: the model has the same weights in both", lora.node)
-    if any(stage.guider.model.sparse is not None for stage in stages):
-        node = next(stage.guider.model.sparse for stage in stages if stage.guider.model.sparse is not None)
-        raise NotSupportedError(
-            "sparse attention with gates of a LoRA: bypass it (--set NODE.mode=4), and choose it with "
-            "--attention-config (docs/few_steps.md#fasth3)",
-            node,
-        )
+    if any(stage.guider.model.sparse != model.sparse for stage in stages):
+        raise NotSupportedError("sparse attention of one stage alone; expected the same in both", stages[-1].node)
+    if model.sparse is not None:
+        parts.runtime["attention"] = _attention(model.sparse, stages[0])
     _text_encoders(parts, stages[0].guider.positive.clip)
     vae = latent.given.get("vae")
     if isinstance(vae, VaeValue) and vae.weights.folder == "vae":
         parts.files["vae_path"] = vae.weights
+
+
+def _attention(sparse: SparseValue, stage: StageValue) -> dict[str, Any]:
+    """Return the attention of a config. ComfyUI's start is a share of the schedule before its shift."""
+    table = stage.guider.model.table
+    if sparse.start > 0 and table is None:
+        raise NotSupportedError("start_percent: the model's noise schedule depends on the size", sparse.node)
+    level = 1.0 if table is None else shifted(1 - sparse.start, table.flow_shift)
+    num_dense = sum(each > level + _SAME_LEVEL for each in stage.sigmas.levels[:-1])
+    extra: dict[str, Any] = {"sparsity": round(1 - sparse.keep, 6), "min_tokens": sparse.min_tokens}
+    if num_dense:
+        extra["dense_first_steps"] = num_dense
+    return {"per_role": {"self": {"backend": "video_sparse_attn", "extra": extra}}}
 
 
 def _named(loras: Sequence[Lora]) -> list[tuple[str, float]]:
@@ -310,8 +328,9 @@ def _guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> None
             parts.request["true_cfg_scale"] = scale
     else:
         parts.request["guidance_scale"] = scale - 1 if known.guidance == OFFSET else scale
-    if guider.audio_scale is not None and guider.audio_scale != scale:
-        parts.request["audio_guidance_scale"] = guider.audio_scale
+    if guider.audio_scale is not None or parts.published.request.get("audio_guidance_scale") is not None:
+        parts.request["audio_guidance_scale"] = scale if guider.audio_scale is None else guider.audio_scale
+    _turn_off_terms(parts)
     is_guided = scale != 1 or (guider.audio_scale or 1) != 1
     norm = guider.model.norm_of
     if norm is not None and not is_guided:
@@ -330,6 +349,17 @@ def _guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> None
             guider.negative.zeroed,
         )
     parts.request["negative_prompt"] = guider.negative.text
+
+
+def _turn_off_terms(parts: RequestParts) -> None:
+    """Turn off what the model's authors add to guidance, and no node of the workflow does."""
+    documented = parts.published.request
+    for name, declared in REQUEST_FIELDS.items():
+        value = documented.get(name)
+        if isinstance(value, int | float) and value != declared.off is not None and name not in parts.request:
+            parts.request[name] = declared.off
+    if documented.get("skip_layers"):
+        parts.request["skip_layer_stop"] = 0.0
 
 
 def _sizes(parts: RequestParts, stages: Sequence[StageValue], output: PictureValue | MovieValue) -> None:
@@ -370,8 +400,9 @@ def _rate(output: MovieValue, stage: StageValue) -> int:
     return round(output.fps)
 
 
-def _given(parts: RequestParts, stage: StageValue) -> None:
+def _given(parts: RequestParts, stages: Sequence[StageValue]) -> None:
     """Add the pictures, videos and sounds that the request names."""
+    stage = stages[0]
     given = dict(stage.latent.given)
     references = stage.guider.positive.references
     if references:
@@ -393,18 +424,29 @@ def _given(parts: RequestParts, stage: StageValue) -> None:
         if not named:
             raise NotSupportedError("expected at least one reference: none is linked", stage.latent.node)
         parts.request["references"] = [parts.file(each) for each in named]
-    frames = given.get("frames", ())
+    frames, last = given.get("frames", ()), stages[-1].latent
+    if last.upscaled is not None:
+        _strength_after(parts, frames, last)
     if frames:
         _frames(parts, stage, frames)
+    if frames and parts.published.request.get("image_crf"):
+        # Images are compressed by a node alone.
+        parts.request.setdefault("image_crf", 0)
     sound = stage.latent.sound
     if sound is not None and isinstance(sound.given.get("audio_path"), SoundValue):
+        if not sound.given.get("kept"):
+            raise NotSupportedError(
+                "a sound that is denoised: expected one that is kept, by a mask of 0 (SolidMask, SetLatentNoiseMask)",
+                sound.node,
+            )
         parts.request["audio_path"] = parts.file(sound.given["audio_path"])
 
 
 def _frames(parts: RequestParts, stage: StageValue, frames: Sequence[tuple[int, PictureValue, float]]) -> None:
     last = None if isinstance(stage.latent.frames, Unknown) else stage.latent.frames - 1
     places = {0: "image_path", last: "last_image_path"}
-    if 0 in {at for at, _, _ in frames} and all(at in places and strength == 1 for at, _, strength in frames):
+    in_full = all(strength == 1 for _, _, strength in frames) and "second_stage_strength" not in parts.request
+    if in_full and 0 in {at for at, _, _ in frames} and all(at in places for at, _, _ in frames):
         for at, picture, _ in frames:
             parts.request[places[at]] = parts.one_file(picture)
         return
@@ -416,7 +458,22 @@ def _frames(parts: RequestParts, stage: StageValue, frames: Sequence[tuple[int, 
         if place != at:
             parts.replaced(picture.node, f"frame {place}, the last one, for frame {at}: the video has {end} frames")
         conditions.append(f"{place}:{parts.one_file(picture)}@{strength:g}")
+        if strength < 1:
+            parts.replaced(picture.node, f"{strength:g} of it in what the model sees, as in diffusers' pipeline")
     parts.request["frame_conditions"] = conditions
+
+
+def _strength_after(parts: RequestParts, frames: Sequence[tuple[int, PictureValue, float]], after: LatentValue) -> None:
+    """Set how strongly the images count in a second stage. frames: of the first; after: latents of the second."""
+    others = after.given.get("frames", ())
+    if [(at, each.file) for at, each, _ in frames] != [(at, each.file) for at, each, _ in others]:
+        raise NotSupportedError("an image of one stage alone; expected the same images in both", after.node)
+    strengths = [strength for _, _, strength in others]
+    if strengths == [strength for _, _, strength in frames]:
+        return
+    if len(set(strengths)) > 1:
+        raise NotSupportedError("images of several strengths in the second stage; expected one", after.node)
+    parts.request["second_stage_strength"] = strengths[0]
 
 
 def _second_stage(parts: RequestParts, first: StageValue, second: StageValue, upsampler: Weights) -> None:
@@ -438,17 +495,36 @@ def _second_stage(parts: RequestParts, first: StageValue, second: StageValue, up
             f"{first.guider.scale:g}",
             second.guider.node,
         )
-    if second.noise.seed != first.noise.seed:
-        parts.replaced(second.noise.node, f"the same seed, {first.noise.seed}, whose generator goes on in this stage")
-    # Latents of an image in part are denoised at one size here (rules/combinations.yaml).
-    for stage in (first, second):
-        partial = [strength for _, _, strength in stage.latent.given.get("frames", ()) if strength != 1]
-        if partial:
-            raise NotSupportedError(
-                f"an image with a strength of {partial[0]:g} beside a second stage: expected 1, with which it is kept "
-                "as it is: --set NODE.strength=1, of each node that adds it",
-                stage.latent.node,
-            )
+    parts.request["second_stage_seed"] = second.noise.seed
+
+
+def _noise(parts: RequestParts, stages: Sequence[StageValue]) -> None:
+    """Set that noise is drawn as by ComfyUI, where the model's latents have its order of numbers."""
+    first, request = stages[0], parts.request
+    behind = any(not text.startswith("0:") for text in request.get("frame_conditions", ()))
+    reason = None
+    if not _in_comfyui_order(parts.published.model_path):
+        reason = "the order of ComfyUI's latents of this model is not known here"
+    elif behind or (parts.model.sound and "last_image_path" in request):
+        reason = "ComfyUI's latents hold the images at other frames as well"
+    elif request["sampler"] == "dpmpp_sde":
+        reason = "its Brownian path is drawn in order"
+    if reason is not None:
+        parts.replaced(first.noise.node, f"numbers of the same seed that differ from ComfyUI's: {reason}")
+        return
+    request["noise"] = "comfyui"
+    adding = [stage for stage in stages if stage.sampler.name in _ADD_NOISE]
+    if adding:
+        parts.replaced(
+            adding[0].sampler.node, "noise between steps as ComfyUI draws it on a CPU; on a GPU it draws other numbers"
+        )
+
+
+@functools.cache
+def _in_comfyui_order(hub_id: str) -> bool:
+    """Return whether the latents of a published model have the order of ComfyUI's."""
+    folder = packaged_folder(hub_id)
+    return folder is not None and family_for_folder(ModelFolder(folder)).requests.in_comfyui_order
 
 
 def _second_expert(parts: RequestParts, first: StageValue, second: StageValue) -> None:

@@ -38,15 +38,26 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class SparseValue:
+    """Sparse attention. keep: share of the blocks of keys that is kept; start: share of the schedule before it, which
+    is dense; min_tokens: of videos with fewer, which are dense."""
+
+    node: Node
+    keep: float
+    start: float
+    min_tokens: int
+
+
+@dataclass(frozen=True)
 class ModelValue:
-    """A transformer. table: of noise levels that a node sets; shift_of: that
-    node; sparse: one of sparse attention; norm_of: one that gives guided predictions the norm of conditional ones."""
+    """A transformer. table: of noise levels that a node sets; shift_of: that node; sparse: its attention, where a node
+    sets it; norm_of: a node that gives guided predictions the norm of conditional ones."""
 
     weights: Weights
     loras: tuple[Lora, ...] = ()
     table: NoiseTable | None = None
     shift_of: Node | None = None
-    sparse: Node | None = None
+    sparse: SparseValue | None = None
     audio_shift: float | None = None
     norm_of: Node | None = None
 
@@ -89,8 +100,11 @@ class PictureValue:
 
 @dataclass(frozen=True)
 class MaskValue:
+    """A mask. value: of one that is the same everywhere; file: of one that is read."""
+
     node: Node
     file: str | None = None
+    value: float | None = None
 
 
 @dataclass(frozen=True)

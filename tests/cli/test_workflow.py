@@ -34,6 +34,19 @@ def test_explain_shows_nodes_and_writes_both_files(command: Command, tmp_path: P
     assert json.loads((tmp_path / "api.json").read_text())["sampler"] == "flow_match_euler"
 
 
+def test_a_workflow_of_thousands_of_nodes_is_shown_in_part(command: Command, tmp_path: Path) -> None:
+    document = api_format(z_image())
+    document |= {
+        f"{index}": {"class_type": "ModelSamplingSD3", "inputs": {"model": [f"{index - 1}" if index > 100 else "1", 0]}}
+        for index in range(100, 1100)
+    }
+    document["7"]["inputs"]["model"] = ["1099", 0]
+    (tmp_path / "long.json").write_text(json.dumps(document))
+    found = command("workflow", "explain", str(tmp_path / "long.json"))
+    assert found.code == 0
+    assert "and 1009 more; --json has all of them" in " ".join(found.out.split())
+
+
 def test_what_is_not_supported_fails_with_every_reason(command: Command, tmp_path: Path) -> None:
     found = command("workflow", "explain", written(tmp_path, sampler_name="heun"))
     assert found.code == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from heun_sampler import NAME as HEUN
 from heun_sampler import heun
@@ -42,8 +44,9 @@ def test_the_rest_of_a_mask_follows_the_noised_picture(heun: str, name: str, fir
         return velocity(latents, step)
 
     drawn, made = noise.draw(), list[int]()
-    stage = PlainStage(ClipSize(8, 8, 1, 1), sampler, InitialLatents(clean, mask))
-    place = stage.start(stage.begin(drawn, noise))
+    # Without the settings of a request, which such a stage does not read.
+    stage = PlainStage(ClipSize(8, 8, 1, 1), cast(Any, None), sampler, InitialLatents(clean, mask))
+    place = stage.start(stage.begin(drawn, noise, lambda latents: latents))
     found = stage.run(place, predict, lambda step, _: made.append(step.index), noise).latents.float()
     assert made == list(range(6 - first))
     rest = ~mask.expand_as(found)

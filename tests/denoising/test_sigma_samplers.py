@@ -71,6 +71,12 @@ def res_multistep(x: torch.Tensor, sigmas: Sequence[float], draw: Draw) -> torch
     return x
 
 
+def euler(x: torch.Tensor, sigmas: Sequence[float], draw: Draw) -> torch.Tensor:
+    for sigma, after in zip(sigmas, [*sigmas[1:], 0.0], strict=True):
+        x = x + (x - model(x, sigma)) / sigma * (after - sigma)
+    return x
+
+
 def euler_ancestral(x: torch.Tensor, sigmas: Sequence[float], draw: Draw) -> torch.Tensor:
     for sigma, after in zip(sigmas, [*sigmas[1:], 0.0], strict=True):
         data = model(x, sigma)
@@ -197,6 +203,7 @@ def unipc_sigma(x: torch.Tensor, sigmas: Sequence[float], draw: Draw) -> torch.T
 
 DEFINITIONS = {
     "dpmpp_2m_sigma": dpmpp_2m,
+    "flow_match_euler": euler,
     "res_multistep": res_multistep,
     "euler_ancestral": euler_ancestral,
     "er_sde": er_sde,

@@ -157,6 +157,8 @@ def test_a_cycle_of_nodes_is_an_error() -> None:
         ("a > 4", True),
         ("2 ** 3 ** 2", 512),
         ("1e3 / .5", 2000),
+        ("(a % 4 == 1) and not ((b - 1) % 4 == 0)", True),
+        ("a - 5 or 1 + 4 & -2", 4),
     ],
 )
 def test_expressions_are_arithmetic(expression: str, expected: float) -> None:
@@ -166,7 +168,8 @@ def test_expressions_are_arithmetic(expression: str, expected: float) -> None:
 @table(
     "expression",
     ["__import__('os')", "a.b", "a[0]", "(lambda: 1)()", "[x for x in a]", "'a'", "open(a)", "9**9**9**9", "1/0", "c",
-     "(" * 60 + "1", "1 +", "1e999", "max()", "int(", "a if a else b", "sqrt(-1)", "a := 2", "1" * 3000],
+     "(" * 60 + "1", "1 +", "1e999", "max()", "int(", "a if a else b", "sqrt(-1)", "a := 2", "1" * 3000, "1.5 & 2",
+     "a and", "not " * 60 + "1"],
 )  # fmt: skip
 def test_nothing_else_is_evaluated(expression: str) -> None:
     with pytest.raises(WorkflowError):

@@ -60,6 +60,7 @@ def test_an_image_becomes_a_request() -> None:
         "guidance_scale": 0,
         "width": 256,
         "height": 128,
+        "noise": "comfyui",
     }
     files = {key: weights.file for key, weights in found.files.items()}
     assert files == {
@@ -116,6 +117,15 @@ def test_a_picture_that_is_noised_in_part_is_what_denoising_starts_from() -> Non
     assert request["sigmas"] == pytest.approx([0.75, 9 / 14, 0.5, 0.3])
     document["8"]["inputs"]["denoise"] = 1
     assert "init_path" not in translated(graph_of_document(document)).request
+
+
+def test_names_that_a_workflow_makes_up_are_cut_in_messages() -> None:
+    document = api_format(z_image(scheduler="k\x1b[31m" * 20_000))
+    document["20"]["class_type"] = "SaveImage"
+    document["1"]["inputs"]["unet_name"] = "z_image_" + "x" * 100_000
+    said = refused(graph_of_document(document)).message()
+    assert len(said) < 5000
+    assert "\x1b" not in said
 
 
 def test_a_shift_that_leaves_no_noise_level_is_refused() -> None:
@@ -257,6 +267,48 @@ def test_a_size_holds_whole_latents() -> None:
     document["6"] = {"class_type": "EmptyFlux2LatentImage", "inputs": {"width": 1322, "height": 793, "batch_size": 1}}
     request = translated(graph_of_document(document)).request
     assert (request["width"], request["height"]) == (1312, 784)
+
+
+def test_a_sound_is_kept_by_a_mask_of_0_alone() -> None:
+    nodes: Nodes = {
+        "1": ("CheckpointLoaderSimple", {"ckpt_name": "ltx-2.3-22b-distilled-fp8.safetensors"}),
+        "2": ("LTXAVTextEncoderLoader", {"text_encoder": "gemma.safetensors", "ckpt_name": "ltx-2.3-22b.safetensors"}),
+        "3": ("CLIPTextEncode", {"text": "a song", "clip": ("2", 0)}),
+        "4": ("EmptyLTXVLatentVideo", {"width": 256, "height": 128, "length": 9, "batch_size": 1}),
+        "5": ("LTXVAudioVAEEncode", {"audio": ("6", 0)}),
+        "6": ("TrimAudioDuration", {"start_index": 0, "duration": 1, "audio": ("7", 0)}),
+        "7": ("LoadAudio", {"audio": "song.wav"}),
+        "8": ("SolidMask", {"value": 0, "width": 8, "height": 8}),
+        "9": ("SetLatentNoiseMask", {"samples": ("5", 0), "mask": ("8", 0)}),
+        "10": ("LTXVConcatAVLatent", {"video_latent": ("4", 0), "audio_latent": ("9", 0)}),
+        "11": ("KSampler", {"model": ("1", 0), "positive": ("3", 0), "negative": ("3", 0), "latent_image": ("10", 0),
+                            "seed": 3, "steps": 4, "cfg": 1, "sampler_name": "euler", "scheduler": "simple"}),
+        "12": ("LTXVSeparateAVLatent", {"av_latent": ("11", 0)}),
+        "13": ("VAEDecode", {"samples": ("12", 0), "vae": ("1", 2)}),
+        "14": ("CreateVideo", {"images": ("13", 0), "fps": 25}),
+        "15": ("SaveVideo", {"video": ("14", 0)}),
+    }  # fmt: skip
+    assert translated(graph_of(nodes)).request["audio_path"] == "song.wav"
+    nodes["8"] = ("SolidMask", {"value": 1, "width": 8, "height": 8})
+    assert "expected a mask of 0 over a sound" in refused(graph_of(nodes)).message()
+    nodes["10"] = ("LTXVConcatAVLatent", {"video_latent": ("4", 0), "audio_latent": ("5", 0)})
+    assert "a sound that is denoised" in refused(graph_of(nodes)).message()
+
+
+def test_block_sparse_attention_is_chosen_with_the_steps_before_it_dense() -> None:
+    document = api_format(z_image(steps=8))
+    sparse = {"selection": "vsa", "selection.keep_percent": 10, "start_percent": 0.2, "end_percent": 1,
+              "dense_blocks": "", "min_tokens": 12288, "model": ["7", 0]}  # fmt: skip
+    document["50"] = {"class_type": "BlockSparseAttention", "inputs": sparse}
+    document["8"]["inputs"]["model"] = ["50", 0]
+    found = translated(graph_of_document(document))
+    # Of the schedule before its shift 1 and 0.875 lie above 0.8.
+    extra = {"sparsity": 0.9, "min_tokens": 12288, "dense_first_steps": 2}
+    assert found.runtime["attention"] == {"per_role": {"self": {"backend": "video_sparse_attn", "extra": extra}}}
+    assert verdicts(found)["50"] is Verdict.REPLACED
+    for change in ({"end_percent": 0.8}, {"selection": "topk"}, {"dense_blocks": "0,1"}):
+        document["50"]["inputs"] = {**sparse, **change}
+        assert f"{next(iter(change))}: expected" in refused(graph_of_document(document)).message()
 
 
 def test_workflows_that_generate_nothing() -> None:

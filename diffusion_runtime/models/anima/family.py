@@ -27,7 +27,7 @@ FAMILY = ModelFamily(
     ),
     # The text has no grid: backends that need one skip its self-attention, like any cross-attention.
     roles=(("self", "self"), ("cross", "cross"), (SELF_ROLE, "cross"), (STATES_ROLE, "cross")),
-    requests=Requests(defaults=published_defaults("anima-base"), schedule=LinearSigmas()),
+    requests=Requests(defaults=published_defaults("anima-base"), schedule=LinearSigmas(), in_comfyui_order=True),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.conditioner.source_dim), (MAX_TOKENS, NUM_DIGITS))),
         load=load_text_encoder,

@@ -107,7 +107,7 @@ FAMILY = ModelFamily(
         check_parts=read_normalisation,
     ),
     roles=(("self", "self"),),
-    requests=Requests(defaults=published_defaults("flux.1-dev"), read_schedule=token_shift),
+    requests=Requests(defaults=published_defaults("flux.1-dev"), read_schedule=token_shift, in_comfyui_order=True),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(
             ((MAX_TOKENS, config.text_dim),), config.pooled_dim, condition_channels=config.condition_channels

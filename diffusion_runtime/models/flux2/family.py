@@ -151,6 +151,7 @@ FAMILY = ModelFamily(
         # For [klein] before distillation, too.
         defaults=published_defaults("flux.2-dev"),
         read_schedule=read_schedule,
+        in_comfyui_order=True,
     ),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
     decoding=Decoding(

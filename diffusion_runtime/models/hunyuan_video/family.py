@@ -115,7 +115,7 @@ FAMILY = ModelFamily(
     ),
     # The text refiner has no grid and counts as `cross`: sparse choices skip it.
     roles=(("self", "self"), (REFINER_ROLE, "cross")),
-    requests=Requests(defaults=published_defaults("hunyuan-video"), schedule=LinearSigmas()),
+    requests=Requests(defaults=published_defaults("hunyuan-video"), schedule=LinearSigmas(), in_comfyui_order=True),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(
             ((MAX_TOKENS + (0 if config.image_condition is None else MAX_IMAGE_TOKENS), config.text_dim),),

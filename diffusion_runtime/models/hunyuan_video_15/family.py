@@ -66,6 +66,7 @@ FAMILY = ModelFamily(
         # The flow shift for folders whose scheduler sets none.
         defaults={"flow_shift": 5.0, **published_defaults("hunyuan-video-1.5-t2v")},
         schedule=LinearSigmas(),
+        in_comfyui_order=True,
     ),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(

@@ -63,6 +63,7 @@ FAMILY = ModelFamily(
         guidance_offset=1.0,
         defaults=published_defaults("krea-2-raw"),
         read_schedule=token_shift,
+        in_comfyui_order=True,
     ),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
     decoding=ORIGINAL.decoding,

@@ -2,8 +2,8 @@
 
 An image at another frame than the first is a keyframe: its tokens follow the grid's, at the position of the frame. With
 strength s they, or those of the first frame, are at timestep t * (1 - s): at strength 1 clean in every forward pass,
-below it noise and image mixed and denoised with the clip, each prediction held to the image by s. A keyframe that the
-model makes (`keyframe_interval`, the slots of diffusers' LTX2DFRPipeline) is one of strength 0 without an image.
+below it latents and image mixed, and denoised with the clip. A keyframe that the model makes (`keyframe_interval`, the
+slots of diffusers' LTX2DFRPipeline) is one of strength 0 without an image.
 
 The sound's latents stay clean: its stream is at timestep 0 in every forward pass, and the pictures attend to it.
 diffusers' pipelines call this frozen audio, and the authors audio to video.

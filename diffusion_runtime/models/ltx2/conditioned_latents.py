@@ -1,7 +1,9 @@
 """Flat latents of an LTX-2 clip with its conditions: images at frames of their own behind it, a first image, a sound.
 
-An image of strength 1 is put back wherever clean latents are asked for. One of strength s below 1 is denoised: mixed
-with the noise at the start, and every prediction of it held to the image by s.
+An image of strength 1 is put back wherever clean latents are asked for. One of strength s below 1 is denoised: the
+model sees s parts of it and 1 - s parts of the latents, at timestep t * (1 - s), and so does the decoder at the end. A
+sampler steps the latents themselves, which are at its noise level everywhere, whatever noise it adds. For Euler's steps
+this is what diffusers' LTX2ConditionPipeline computes, which mixes before the first step, and every prediction.
 """
 
 from __future__ import annotations
@@ -53,27 +55,43 @@ class ConditionedLatents:
         frames = torch.unflatten(latents[:, length:], 1, (-1, *image.further[0].shape[1:]))
         return latents[:, :length], frames.unbind(1)
 
-    def mixed(self, noise: torch.Tensor) -> torch.Tensor:
-        """Return the noise; where an image counts in part, s parts of it and 1 - s parts of the noise."""
+    def mixed(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the latents; where an image counts in part, s parts of it and 1 - s parts of them."""
         images = self._noised_images()
-        mixed = noise.clone() if images else noise
+        mixed = latents.clone() if images else latents
         for place, (clean, strength) in zip(self._noised_places(mixed), images, strict=True):
             place.mul_(1 - strength).add_(clean.to(place.device, place.dtype), alpha=strength)
         return mixed
 
-    def held(self, velocity: torch.Tensor, latents: torch.Tensor, sigma: float) -> torch.Tensor:
-        """Return the velocity to clean latents that are (1 - s) times the predicted ones and s times the image, for
-        strength s; (1 - s) * v + s * (x - image) / sigma. Beside keyframes that the model makes, the prediction is x -
-        (1 - s) * sigma * v, of an image's own noise level: as the pipeline of diffusers' that makes them, and unlike
-        that for images alone."""
-        images, makes_keyframes = self._noised_images(), bool(self.inputs.image and self.inputs.image.num_generated)
-        held = velocity.clone() if images else velocity
-        places, noisy = self._noised_places(held), self._noised_places(latents)
-        for place, now, (clean, strength) in zip(places, noisy, images, strict=True):
-            away = now.to(place.dtype) - clean.to(place.device, place.dtype)
-            own_level = 1 - strength if makes_keyframes else 1.0
-            place.mul_((1 - strength) * own_level).add_(away, alpha=strength / sigma)
-        return held
+    def at_own_levels(self, velocity: torch.Tensor) -> torch.Tensor:
+        """Return the velocity with which data is predicted, as x - sigma * v. Beside keyframes that the model makes, an
+        image of strength s has (1 - s) of it, of a noise level of its own: as the pipeline of diffusers' that makes
+        them, and unlike that for images alone."""
+        images = self._noised_images()
+        if not images or not (self.inputs.image and self.inputs.image.num_generated):
+            return velocity
+        scaled = velocity.clone()
+        for place, (_, strength) in zip(self._noised_places(scaled), images, strict=True):
+            place.mul_(1 - strength)
+        return scaled
+
+    def with_noised_images(self, clean: torch.Tensor) -> torch.Tensor:
+        """Return clean latents of the clip, [B, length], with what is denoised with it: images that count in part, the
+        first frame's in its place, keyframes behind the clip, and behind those keyframes that the model makes. clean:
+        of another stage, [B, length + ...], of which the last are made keyframes."""
+        clip, images = clean[:, : self.length], self._noised_images()
+        if not images:
+            return clip
+        image = self.inputs.image
+        assert image is not None
+        given = [latents.flatten(1) for latents, (_, s) in self.keyframes if s < 1]
+        given = [each.to(clip.device, clip.dtype) for each in given[: len(given) - image.num_generated]]
+        num_made = image.num_generated * math.prod(image.further[0].shape[1:]) if image.further else 0
+        whole = torch.cat([clip, *given, clean[:, clean.shape[1] - num_made :]], dim=1)
+        if self.noises_first:
+            place = self._noised_places(whole)[0]
+            place.copy_(images[0][0])
+        return whole
 
     def complete(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the latents with keyframes in full after the clip, before those that are denoised."""

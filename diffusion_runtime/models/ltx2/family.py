@@ -127,6 +127,7 @@ FAMILY = ModelFamily(
     requests=Requests(
         defaults=published_defaults("ltx-2"),
         read_schedule=token_shift,
+        in_comfyui_order=True,
         fields=(
             "guidance_rescale",
             "modality_scale",

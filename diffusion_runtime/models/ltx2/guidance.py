@@ -1,5 +1,5 @@
-"""Guidance of LTX-2: by one scale, or with terms of each part's own (denoising/guidance_terms.py), held to images that
-count in part."""
+"""Guidance of LTX-2: by one scale, or with terms of each part's own (denoising/guidance_terms.py), of latents with the
+images that count in part mixed in."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.models.ltx2.conditioned_latents import ConditionedLatents
 
 
-def held_to_images(guided: Predict, conditions: ConditionedLatents) -> Predict:
-    """Return a guided prediction held to the images that count in part."""
+def of_mixed_latents(guided: Predict, conditions: ConditionedLatents) -> Predict:
+    """Return the velocity from latents to the data that a guided prediction finds in them with the images that count in
+    part mixed in: v(mixed) + (latents - mixed) / sigma."""
 
-    def held(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         assert step.sigma is not None
-        return conditions.held(guided(latents, step), latents, step.sigma)
+        mixed = conditions.mixed(latents)
+        velocity = conditions.at_own_levels(guided(mixed, step))
+        return velocity if mixed is latents else velocity + (latents - mixed) / step.sigma
 
-    return held if conditions.inputs.request.frame_conditions else guided
+    return predict if conditions.inputs.request.frame_conditions else guided
 
 
 @dataclass(frozen=True)

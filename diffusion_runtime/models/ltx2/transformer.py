@@ -39,7 +39,7 @@ from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamI
 from diffusion_runtime.models.ltx2.conditioned_latents import ConditionedLatents
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.models.ltx2.guidance import TermsOfParts, held_to_images
+from diffusion_runtime.models.ltx2.guidance import TermsOfParts, of_mixed_latents
 from diffusion_runtime.models.ltx2.positions import (
     audio_rotations,
     keyframe_rotations,
@@ -207,13 +207,14 @@ class LTX2Transformer(DiffusionTransformer):
             if terms.is_plain
             else TermsOfParts(conditions, terms).around(predict, guidance)
         )
-        return held_to_images(guided, conditions)
+        return of_mixed_latents(guided, conditions)
 
-    def start(self, noise: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        return ConditionedLatents(self.geometry, inputs).mixed(noise)
+    def begin_again(self, clean: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        return ConditionedLatents(self.geometry, inputs).with_noised_images(clean)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        return ConditionedLatents(self.geometry, inputs).settled(latents)
+        conditions = ConditionedLatents(self.geometry, inputs)
+        return conditions.settled(conditions.mixed(latents))
 
     def _video_tokens(self, plan: TokenPlan, context: AttentionContext) -> tuple[torch.Tensor, int]:
         """Return this process's tokens of the grid, then of keyframes, [B, tokens, D]; how many are the grid's."""

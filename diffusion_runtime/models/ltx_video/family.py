@@ -100,6 +100,7 @@ FAMILY = ModelFamily(
     requests=Requests(
         defaults=published_defaults("ltx-video-0.9.1"),
         read_schedule=token_shift,
+        in_comfyui_order=True,
         fields=("guidance_rescale",),
         # The last four of ten steps; for the distilled models, those of their authors' examples.
         second_stage=SecondStage(codec.UPSAMPLER, LinearQuadraticSigmas().sigmas(10)[6:], (0.909, 0.725, 0.421)),

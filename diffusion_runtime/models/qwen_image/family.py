@@ -168,7 +168,7 @@ FAMILY = ModelFamily(
         check_parts=_check_parts,
     ),
     roles=(("self", "self"), (ROLE, "self")),
-    requests=Requests(defaults=published_defaults("qwen-image"), read_schedule=token_shift),
+    requests=Requests(defaults=published_defaults("qwen-image"), read_schedule=token_shift, in_comfyui_order=True),
     text=TextEncoding(shapes=_text_shapes, load=load_text_encoder),
     decoding=Decoding(
         load=load_decoder,

@@ -234,7 +234,7 @@ FAMILY = ModelFamily(
         (CONTROL_SELF_ROLE, "self"),
         (CONTROL_TEXT_ROLE, "cross"),
     ),
-    requests=Requests(defaults=_DEFAULTS),
+    requests=Requests(defaults=_DEFAULTS, in_comfyui_order=True),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(
             ((MAX_TOKENS, config.text_dim),),

@@ -62,6 +62,7 @@ FAMILY = ModelFamily(
         guidance_offset=1.0,
         defaults=published_defaults("z-image-turbo"),
         read_schedule=token_shift,
+        in_comfyui_order=True,
     ),
     text=TextEncoding(shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),)), load=load_text_encoder),
     decoding=Decoding(

@@ -162,6 +162,20 @@ def test_a_second_stage_of_ancestral_steps_draws_noise_of_its_own_size(tiny_fold
     assert (found - latents).norm() <= 1e-6 * latents.norm()
 
 
+def test_a_second_stage_begins_with_noise_of_its_own_seed(tiny_folder: Path, upsampler: Path) -> None:
+    rules = prepare(RuntimeConfig(str(tiny_folder), device="cpu", upsampler_path=str(upsampler))).rules
+    drawn = {}
+    for values in ({}, {"second_stage_seed": 9}, {"noise": "comfyui"}):
+        first, second = stages_of(BatchSettings.of([rules.resolve(request(**values))], rules.sampling))
+        before = first.noise([5])
+        before.draw()
+        drawn[tuple(values)] = [second.noise([5], before).draw_of((16,)) for _ in range(2)]
+    of_seeds = {seed: SampleNoise((16,), [seed]).draw() for seed in (5, 9)}
+    assert not torch.equal(*drawn[()])
+    assert torch.equal(drawn["second_stage_seed",][0], of_seeds[9])
+    assert torch.equal(drawn["noise",][0], of_seeds[5])
+
+
 def test_attention_and_costs_are_those_of_both_stages(
     tiny_folder: Path, upsampler: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
