@@ -5,9 +5,8 @@ scale need only keep numbers in that range; what lowers the error is making numb
 
 - The keys' mean over the tokens is subtracted from them, which adds the same number to every score of a query.
 - The values' mean is subtracted from them and added to the output, which is rounded as well.
-- Optionally an orthogonal matrix turns queries and keys alike: where a few channels are far larger than the rest in
-  both, their product's rounding error is spread and so smaller (QuaRot, arXiv:2404.00456; FlashAttention-3,
-  arXiv:2407.08608).
+- An orthogonal matrix turns queries and keys alike: where a few channels are far larger than the rest in both, their
+  product's rounding error is spread and so smaller (QuaRot, arXiv:2404.00456; FlashAttention-3, arXiv:2407.08608).
 
 Queries and keys share a scale per tensor, which the kernel demands; every head's keys are divided, and its queries
 multiplied, by a number that gives both the same largest norm. Values have a scale per channel, which the output keeps.
@@ -15,7 +14,6 @@ multiplied, by a number that gives both the same largest norm. Values have a sca
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -54,7 +52,7 @@ def rotation(head_dim: int) -> torch.Tensor:
     return ((1 - 2 * (bits % 2)) * signs).float()
 
 
-def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, rotate: bool) -> QuantizedInputs:
+def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QuantizedInputs:
     """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim]. NaN and inf reach the results."""
     repeats = q.shape[2] // k.shape[2]
     queries, keys, values = q.float(), k.float(), v.float()
@@ -68,10 +66,9 @@ def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, rotate: bool)
     centred = values - v_mean[:, None]
     v_scales = centred.abs().amax(1).clamp(min=_TINY) / HIGHEST
     keys = keys - k_mean[:, None]
-    if rotate:
-        turn = rotation(q.shape[3]).to(q.device)
-        # The factors of the product in bfloat16, as on a GPU; a query is in it already.
-        queries, keys = (x.bfloat16().float() @ turn * q.shape[3] ** -0.5 for x in (queries, keys))
+    turn = rotation(q.shape[3]).to(q.device)
+    # The factors of the product in bfloat16, as on a GPU.
+    queries, keys = (x.bfloat16().float() @ turn * q.shape[3] ** -0.5 for x in (queries, keys))
     return QuantizedInputs(
         rounded(queries * of_q.repeat_interleave(repeats, 1)[:, None, :, None]),
         rounded(keys * of_k[:, None, :, None]),
@@ -118,19 +115,14 @@ def restore(out: torch.Tensor, inputs: QuantizedInputs, dtype: torch.dtype) -> t
 
 
 def fp8_attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, rotate: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], seq_k at least 1.
 
     Returns out like q and lse [batch, heads, seq_q], natural log, float32, of the scores as they were computed.
     """
-    inputs = quantize(q, k, v, rotate=rotate)
+    inputs = quantize(q, k, v)
     out, lse = attend(inputs, scale)
     mean = inputs.k_mean.repeat_interleave(q.shape[2] // k.shape[2], 1)
     shift = scale * (q.float() * mean[:, None]).sum(-1).transpose(1, 2)
     return restore(out, inputs, q.dtype), lse + shift
-
-
-def softmax_scale(scale: float | None, head_dim: int) -> float:
-    """Return `scale`, 1 / sqrt(head_dim) for None."""
-    return 1 / math.sqrt(head_dim) if scale is None else scale

@@ -5,69 +5,76 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from diffusion_runtime.kernels.block_packing import rows_contiguous
-from diffusion_runtime.kernels.fp8_attention.cudnn_graph import run_graph
+from diffusion_runtime.kernels.fp8_attention.cudnn_graph import GraphForm, run_graph
 from diffusion_runtime.kernels.fp8_attention.reference import E4M3, QuantizedInputs, rotation
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 HEAD_SIZES = (64, 128)
+# Floats of a launch's tensors begin at multiples of 16 bytes.
+_FLOATS_PER_UNIT = 4
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """programs: per head, that gather statistics, gather_rows tokens at a time; rows: tokens per program of what rounds
-    and restores; warps of each."""
+    """programs: per head, that gather statistics, gather_rows tokens at a time, gather_stages of them on their way;
+    rows: tokens at a time of what rounds and restores; tiles: so many times rows per program of what rounds, which
+    reads the rotation once; warps of each."""
 
     programs: int = 64
-    gather_rows: int = 32
+    gather_rows: int = 16
     gather_warps: int = 4
+    gather_stages: int = 4
     rows: int = 64
+    tiles: int = 4
     warps: int = 4
+
+
+DEFAULT_SHAPE = LaunchShape()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The steps of one call, which may be called again: quantize writes inputs, attend out8 and lse, restore out."""
+    """The steps of one call, which may be called again: gather and round_inputs write what `inputs` returns, attend
+    out8 and lse, restore out."""
 
-    inputs: QuantizedInputs
     out8: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor | None
+    inputs: Callable[[], QuantizedInputs]
     gather: Callable[[], None]
     round_inputs: Callable[[], None]
     attend: Callable[[], None]
     restore: Callable[[], None]
 
-    def quantize(self) -> None:
-        self.gather()
-        self.round_inputs()
-
 
 def fp8_attention_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, rotate: bool, return_lse: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Implement fp8_attention_reference on a GPU, with lse if requested."""
-    prepared = prepare(q, k, v, scale=scale, rotate=rotate, return_lse=return_lse)
-    prepared.quantize()
+    if q.shape[1] == 1:
+        # cuDNN has no kernel for one query on sm_90.
+        out, lse = fp8_attention_triton(q.expand(-1, 2, -1, -1), k, v, scale=scale, return_lse=return_lse)
+        return out[:, :1], None if lse is None else lse[..., :1]
+    prepared = prepare(q, k, v, scale=scale, return_lse=return_lse)
+    prepared.gather()
+    prepared.round_inputs()
     prepared.attend()
     prepared.restore()
     return prepared.out, prepared.lse
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def rotation_on(device: torch.device, head_dim: int) -> torch.Tensor:
     """Return the rotation as the kernels read it: the interpreter multiplies the bit patterns of bfloat16."""
     return rotation(head_dim).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def empty_like_heads(x: torch.Tensor, heads_first: bool) -> torch.Tensor:
-    """Return e4m3 of x's sizes [batch, seq, heads, head_dim]; heads_first: in memory [batch, heads, seq, head_dim]."""
-    batch, seq, heads, head_dim = x.shape
-    if heads_first:
-        return torch.empty(batch, heads, seq, head_dim, dtype=E4M3, device=x.device).transpose(1, 2)
-    return torch.empty(x.shape, dtype=E4M3, device=x.device)
+_gather, _finish, _round_queries, _round_keys_and_values, _restore = (LaunchCache() for _ in range(5))
 
 
 def prepare(
@@ -76,18 +83,11 @@ def prepare(
     v: torch.Tensor,
     *,
     scale: float,
-    rotate: bool,
     return_lse: bool,
-    heads_first: bool = False,
-    shape: LaunchShape | None = None,
+    shape: LaunchShape = DEFAULT_SHAPE,
 ) -> Prepared:
     """Everything that comes before the launches; arguments as in fp8_attention_triton. Long, because launches name all
     of the kernels' arguments."""
-    import triton
-
-    from diffusion_runtime.kernels.fp8_attention import triton_kernels as kernels
-
-    shape = LaunchShape() if shape is None else shape
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     batch, num_q, num_heads, head_dim = q.shape
     num_k, num_kv_heads = k.shape[1:3]
@@ -95,88 +95,112 @@ def prepare(
     device = q.device
     k_per_program, q_per_program = (_rounded_up(-(-x // shape.programs), shape.gather_rows) for x in (num_k, num_q))
     num_partial = max(-(-num_k // k_per_program), -(-num_q // q_per_program))
-    partial = torch.empty(kv_rows, num_partial, 4, head_dim, device=device)
-    partial_norms = torch.empty(kv_rows, num_partial, 2, device=device)
-    means = torch.empty(2, batch, num_kv_heads, head_dim, device=device)
-    v_scales = torch.empty(batch, num_kv_heads, head_dim, device=device)
-    norms = torch.empty(2, kv_rows, device=device)
-    descale = torch.empty(1, device=device)
-    q8, k8, v8, out8 = (empty_like_heads(x, heads_first) for x in (q, k, v, q))
+    # One allocation of all floats: partial, partial_norms, means, v_scales, norms, descale, biases.
+    of_partial, of_means = kv_rows * num_partial, kv_rows * head_dim
+    sizes = (of_partial * 4 * head_dim, of_partial * 2, 2 * of_means, of_means, 2 * kv_rows, 1, rows * num_q)
+    sizes = tuple(_rounded_up(size, _FLOATS_PER_UNIT) for size in (sizes if return_lse else (*sizes[:-1], 0)))
+    floats = torch.empty(sum(sizes), device=device).split(sizes)
+    partial, partial_norms, means, v_scales, norms, descale, biases = floats
+    q8, k8, v8, out8 = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (q, k, v, q))
     lse = torch.empty(batch, num_heads, num_q, device=device) if return_lse else None
-    biases = torch.empty_like(lse) if lse is not None else norms
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    turn = rotation_on(device, head_dim) if rotate else norms
-    q_strides, k_strides, v_strides = (x.stride()[:3] for x in (q, k, v))
-    heads = triton.next_power_of_2(kv_rows)
+    turn = rotation_on(device, head_dim)
+    form = GraphForm(q.get_device(), tuple(q.shape), tuple(k.shape), scale, return_lse)
+    key = form, kind_of(q), kind_of(k), kind_of(v), shape
 
     def gather() -> None:
-        kernels.gather_statistics[(num_partial, kv_rows)](
-            *(q, k, v, partial, partial_norms, num_q, num_k),
-            *(q_per_program, k_per_program, num_kv_heads),
-            *(*q_strides, *k_strides, *v_strides),
-            D=head_dim,
-            ROWS=shape.gather_rows,
-            REPEATS=repeats,
-            num_warps=shape.gather_warps,
+        _gather.run(
+            key,
+            (q, k, v, partial, partial_norms),
+            lambda: Launch(
+                _kernels().gather_statistics,
+                (num_partial, kv_rows, 2),
+                (num_q, num_k, q_per_program, k_per_program, num_kv_heads, *_strides(q), *_strides(k), *_strides(v)),
+                {"D": head_dim, "ROWS": shape.gather_rows, "REPEATS": repeats, "STAGES": shape.gather_stages},
+                shape.gather_warps,
+            ),
         )
-        kernels.finish_statistics[(kv_rows,)](
-            *(partial, partial_norms, means, v_scales, norms, num_partial, num_k),
-            D=head_dim,
-            PARTIAL=shape.programs,
-            num_warps=8,
+        _finish.run(
+            key,
+            (partial, partial_norms, means, v_scales, norms),
+            lambda: Launch(
+                _kernels().finish_statistics,
+                (kv_rows, 1, 1),
+                (num_partial, num_k),
+                {"D": head_dim, "PARTIAL": shape.programs},
+                8,
+            ),
         )
 
     def round_inputs() -> None:
-        kernels.quantize_queries[(triton.cdiv(num_q, shape.rows), rows)](
-            *(q, turn, means, norms, q8, descale, biases, scale, num_q, num_heads, kv_rows),
-            *(*q_strides, *q8.stride()[:3]),
-            D=head_dim,
-            ROWS=shape.rows,
-            REPEATS=repeats,
-            HEADS=heads,
-            ROTATE=rotate,
-            HAS_BIAS=return_lse,
-            num_warps=shape.warps,
+        per_program = shape.rows * shape.tiles
+        heads = 1 << (kv_rows - 1).bit_length()
+        _round_queries.run(
+            key,
+            (q, turn, means, norms, q8, descale, biases if return_lse else norms),
+            lambda: Launch(
+                _kernels().quantize_queries,
+                (-(-num_q // per_program), rows, 1),
+                (scale, num_q, num_heads, kv_rows, *_strides(q), *_strides(q8)),
+                {
+                    "D": head_dim,
+                    "ROWS": shape.rows,
+                    "TILES": shape.tiles,
+                    "REPEATS": repeats,
+                    "HEADS": heads,
+                    "HAS_BIAS": return_lse,
+                },
+                shape.warps,
+            ),
         )
-        kernels.quantize_keys_and_values[(triton.cdiv(num_k, shape.rows), kv_rows)](
-            *(k, v, turn, means, v_scales, norms, k8, v8, num_k, num_kv_heads, kv_rows),
-            *(*k_strides, *v_strides, *k8.stride()[:3]),
-            D=head_dim,
-            ROWS=shape.rows,
-            HEADS=heads,
-            ROTATE=rotate,
-            num_warps=shape.warps,
+        _round_keys_and_values.run(
+            key,
+            (k, v, turn, means, v_scales, norms, k8, v8),
+            lambda: Launch(
+                _kernels().quantize_keys_and_values,
+                (-(-num_k // per_program), kv_rows, 1),
+                (num_k, num_kv_heads, kv_rows, *_strides(k), *_strides(v), *_strides(k8)),
+                {"D": head_dim, "ROWS": shape.rows, "TILES": shape.tiles, "HEADS": heads},
+                shape.warps,
+            ),
         )
 
     def attend() -> None:
-        run_graph(q8, k8, v8, descale, out8, lse, scale)
+        run_graph(form, q8, k8, v8, descale, out8, lse)
 
     def restore() -> None:
-        restore_output(out8, v_scales, means[1], out, shape)
+        _restore.run(
+            key,
+            (out8, v_scales, means, out),
+            lambda: Launch(
+                _kernels().restore_output,
+                (-(-num_q // shape.rows), rows, 1),
+                (num_q, num_heads, kv_rows, *_strides(out8), *_strides(out)),
+                {"D": head_dim, "ROWS": shape.rows, "REPEATS": repeats},
+                shape.warps,
+            ),
+        )
         if lse is not None:
-            lse.add_(biases)
+            lse.add_(biases[: lse.numel()].view_as(lse))
 
-    inputs = QuantizedInputs(q8, k8, v8, descale, means[0], means[1], v_scales)
-    return Prepared(inputs, out8, out, lse, gather, round_inputs, attend, restore)
+    def inputs() -> QuantizedInputs:
+        k_mean, v_mean = means[: 2 * of_means].view(2, batch, num_kv_heads, head_dim)
+        return QuantizedInputs(
+            q8, k8, v8, descale[:1], k_mean, v_mean, v_scales[:of_means].view(batch, num_kv_heads, head_dim)
+        )
+
+    return Prepared(out8, out, lse, inputs, gather, round_inputs, attend, restore)
 
 
-def restore_output(
-    out8: torch.Tensor, v_scales: torch.Tensor, v_means: torch.Tensor, out: torch.Tensor, shape: LaunchShape
-) -> None:
-    """Write out = out8 * v_scales + v_means: [batch, seq, heads, head_dim], of kv heads [batch, kv_heads, head_dim]."""
-    import triton
+def _kernels() -> Any:
+    from diffusion_runtime.kernels.fp8_attention import triton_kernels
 
-    from diffusion_runtime.kernels.fp8_attention import triton_kernels as kernels
+    return triton_kernels
 
-    batch, num_tokens, num_heads, head_dim = out.shape
-    kernels.restore_output[(triton.cdiv(num_tokens, shape.rows), batch * num_heads)](
-        *(out8, v_scales, v_means, out, num_tokens, num_heads),
-        *(*out8.stride()[:3], *out.stride()[:3]),
-        D=head_dim,
-        ROWS=shape.rows,
-        REPEATS=num_heads // v_means.shape[1],
-        num_warps=shape.warps,
-    )
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    batch, seq, heads, _ = x.stride()
+    return batch, seq, heads
 
 
 def _rounded_up(count: int, unit: int) -> int:

@@ -47,42 +47,47 @@ def gather_statistics(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     REPEATS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """partial [B * H, programs, 4, D]: sums of k and of v, the lowest and the highest v; partial_norms [B * H,
-    programs, 2]: the largest squared norms of queries and of keys. H counts kv heads. Grid: (programs, B * H)."""
+    programs, 2]: the largest squared norms of queries and of keys. H counts kv heads.
+
+    Grid: (programs, B * H, 2): keys and values, queries.
+    """
     head = tl.program_id(1)
     b = (head // num_kv_heads).to(tl.int64)
     h = head % num_kv_heads
     dims = tl.arange(0, D)
-    k_sum = tl.zeros([ROWS, D], tl.float32)
-    v_sum = tl.zeros([ROWS, D], tl.float32)
-    low = tl.full([ROWS, D], float("inf"), tl.float32)
-    high = tl.full([ROWS, D], float("-inf"), tl.float32)
-    k_norm = tl.zeros([ROWS], tl.float32)
-    q_norm = tl.zeros([ROWS], tl.float32)
-    first = tl.program_id(0) * k_per_program
-    for start in range(first, tl.minimum(first + k_per_program, num_k), ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < num_k)[:, None]
-        keys = _rows_of(k, b, h, rows, num_k, k_b, k_n, k_h, D)
-        values = _rows_of(v, b, h, rows, num_k, v_b, v_n, v_h, D)
-        k_sum += keys
-        v_sum += values
-        low = tl.minimum(low, tl.where(inside, values, float("inf")))
-        high = tl.maximum(high, tl.where(inside, values, float("-inf")))
-        k_norm = tl.maximum(k_norm, tl.sum(keys * keys, 1))
-    first = tl.program_id(0) * q_per_program
-    for repeat in range(REPEATS):
-        for start in range(first, tl.minimum(first + q_per_program, num_q), ROWS):
-            queries = _rows_of(q, b, h * REPEATS + repeat, start + tl.arange(0, ROWS), num_q, q_b, q_n, q_h, D)
-            q_norm = tl.maximum(q_norm, tl.sum(queries * queries, 1))
+    norm = tl.zeros([ROWS], tl.float32)
     place = head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partial + place * 4 * D + dims, tl.sum(k_sum, 0))
-    tl.store(partial + place * 4 * D + D + dims, tl.sum(v_sum, 0))
-    tl.store(partial + place * 4 * D + 2 * D + dims, tl.min(low, 0))
-    tl.store(partial + place * 4 * D + 3 * D + dims, tl.max(high, 0))
-    tl.store(partial_norms + place * 2, tl.max(q_norm, 0))
-    tl.store(partial_norms + place * 2 + 1, tl.max(k_norm, 0))
+    if tl.program_id(2) == 1:
+        first = tl.program_id(0) * q_per_program
+        for repeat in range(REPEATS):
+            for start in tl.range(first, tl.minimum(first + q_per_program, num_q), ROWS, num_stages=STAGES):
+                queries = _rows_of(q, b, h * REPEATS + repeat, start + tl.arange(0, ROWS), num_q, q_b, q_n, q_h, D)
+                norm = tl.maximum(norm, tl.sum(queries * queries, 1))
+        tl.store(partial_norms + place * 2, tl.max(norm, 0))
+    else:
+        k_sum = tl.zeros([ROWS, D], tl.float32)
+        v_sum = tl.zeros([ROWS, D], tl.float32)
+        low = tl.full([ROWS, D], float("inf"), tl.float32)
+        high = tl.full([ROWS, D], float("-inf"), tl.float32)
+        first = tl.program_id(0) * k_per_program
+        for start in tl.range(first, tl.minimum(first + k_per_program, num_k), ROWS, num_stages=STAGES):
+            rows = start + tl.arange(0, ROWS)
+            inside = (rows < num_k)[:, None]
+            keys = _rows_of(k, b, h, rows, num_k, k_b, k_n, k_h, D)
+            values = _rows_of(v, b, h, rows, num_k, v_b, v_n, v_h, D)
+            k_sum += keys
+            v_sum += values
+            low = tl.minimum(low, tl.where(inside, values, float("inf")))
+            high = tl.maximum(high, tl.where(inside, values, float("-inf")))
+            norm = tl.maximum(norm, tl.sum(keys * keys, 1))
+        tl.store(partial + place * 4 * D + dims, tl.sum(k_sum, 0))
+        tl.store(partial + place * 4 * D + D + dims, tl.sum(v_sum, 0))
+        tl.store(partial + place * 4 * D + 2 * D + dims, tl.min(low, 0))
+        tl.store(partial + place * 4 * D + 3 * D + dims, tl.max(high, 0))
+        tl.store(partial_norms + place * 2 + 1, tl.max(norm, 0))
 
 
 @triton.jit
@@ -129,10 +134,8 @@ def _to_e4m3(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, turn, D: tl.constexpr):
-    """x [rows, D] times the rotation."""
-    dims = tl.arange(0, D)
-    matrix = tl.load(turn + dims[:, None] * D + dims[None, :])
+def _turned(x, matrix, D: tl.constexpr):
+    """x [rows, D] times the rotation [D, D]."""
     return tl.dot(x.to(tl.bfloat16).to(matrix.dtype), matrix) * D**-0.5
 
 
@@ -157,32 +160,34 @@ def quantize_queries(
     out_h,
     D: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     REPEATS: tl.constexpr,
     HEADS: tl.constexpr,
-    ROTATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
     """q8 like q; descale [1]; biases [B * H, num_tokens], what the keys' mean takes from the log-sum-exp.
 
-    Grid: (blocks of tokens, B * H).
+    Grid: (blocks of TILES * ROWS tokens, B * H).
     """
     head = tl.program_id(1)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
     kv_head = head // num_heads * (num_heads // REPEATS) + h // REPEATS
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, D)
-    inside = rows < num_tokens
-    x = _rows_of(q, b, h, rows, num_tokens, q_b, q_n, q_h, D)
-    if HAS_BIAS:
-        mean = tl.load(means + kv_head * D + dims)
-        tl.store(biases + head.to(tl.int64) * num_tokens + rows, scale * tl.sum(x * mean[None, :], 1), mask=inside)
     product = _shared_product(norms, num_kv_rows, HEADS)
     factor = tl.sqrt(product * tl.load(norms + num_kv_rows + kv_head) / tl.load(norms + kv_head))
-    if ROTATE:
-        x = _turned(x, turn, D)
-    target = q8 + b * out_b + h.to(tl.int64) * out_h + rows.to(tl.int64)[:, None] * out_n + dims[None, :]
-    tl.store(target, _to_e4m3(x * factor, q8.dtype.element_ty), mask=inside[:, None])
+    matrix = tl.load(turn + dims[:, None] * D + dims[None, :])
+    first = tl.program_id(0) * TILES * ROWS
+    for start in tl.range(first, tl.minimum(first + TILES * ROWS, num_tokens), ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = rows < num_tokens
+        x = _rows_of(q, b, h, rows, num_tokens, q_b, q_n, q_h, D)
+        if HAS_BIAS:
+            mean = tl.load(means + kv_head * D + dims)
+            place = head.to(tl.int64) * num_tokens + rows
+            tl.store(biases + place, scale * tl.sum(x * mean[None, :], 1), mask=inside)
+        target = q8 + b * out_b + h.to(tl.int64) * out_h + rows.to(tl.int64)[:, None] * out_n + dims[None, :]
+        tl.store(target, _to_e4m3(_turned(x, matrix, D) * factor, q8.dtype.element_ty), mask=inside[:, None])
     if (tl.program_id(0) == 0) & (head == 0):
         tl.store(descale, 1.0 / product)
 
@@ -211,37 +216,40 @@ def quantize_keys_and_values(
     out_h,
     D: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     HEADS: tl.constexpr,
-    ROTATE: tl.constexpr,
 ):
-    """k8 and v8 like k and v. Grid: (blocks of tokens, B * H)."""
+    """k8 and v8 like k and v. Grid: (blocks of TILES * ROWS tokens, B * H)."""
     head = tl.program_id(1)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, D)
-    inside = (rows < num_tokens)[:, None]
-    place = b * out_b + h.to(tl.int64) * out_h + rows.to(tl.int64)[:, None] * out_n + dims[None, :]
-    keys = _rows_of(k, b, h, rows, num_tokens, k_b, k_n, k_h, D) - tl.load(means + head * D + dims)[None, :]
     product = _shared_product(norms, num_kv_rows, HEADS)
     factor = tl.sqrt(product * tl.load(norms + head) / tl.load(norms + num_kv_rows + head))
-    if ROTATE:
-        keys = _turned(keys, turn, D)
-    tl.store(k8 + place, _to_e4m3(keys * factor, k8.dtype.element_ty), mask=inside)
-    v_mean = tl.load(means + (num_kv_rows + head) * D + dims)
-    values = _rows_of(v, b, h, rows, num_tokens, v_b, v_n, v_h, D) - v_mean[None, :]
-    values = values / tl.load(v_scales + head * D + dims)[None, :]
-    tl.store(v8 + place, _to_e4m3(values, v8.dtype.element_ty), mask=inside)
+    matrix = tl.load(turn + dims[:, None] * D + dims[None, :])
+    k_mean = tl.load(means + head * D + dims)[None, :]
+    v_mean = tl.load(means + (num_kv_rows + head) * D + dims)[None, :]
+    v_scale = tl.load(v_scales + head * D + dims)[None, :]
+    first = tl.program_id(0) * TILES * ROWS
+    for start in tl.range(first, tl.minimum(first + TILES * ROWS, num_tokens), ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < num_tokens)[:, None]
+        place = b * out_b + h.to(tl.int64) * out_h + rows.to(tl.int64)[:, None] * out_n + dims[None, :]
+        keys = _rows_of(k, b, h, rows, num_tokens, k_b, k_n, k_h, D) - k_mean
+        tl.store(k8 + place, _to_e4m3(_turned(keys, matrix, D) * factor, k8.dtype.element_ty), mask=inside)
+        values = (_rows_of(v, b, h, rows, num_tokens, v_b, v_n, v_h, D) - v_mean) / v_scale
+        tl.store(v8 + place, _to_e4m3(values, v8.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def restore_output(
     out8,
     v_scales,
-    v_means,
+    means,
     out,
     num_tokens,
     num_heads,
+    num_kv_rows,
     in_b,
     in_n,
     in_h,
@@ -252,7 +260,7 @@ def restore_output(
     ROWS: tl.constexpr,
     REPEATS: tl.constexpr,
 ):
-    """out = out8 * v_scales + v_means. Grid: (blocks of tokens, B * H)."""
+    """out = out8 * v_scales + the values' mean, the second of means. Grid: (blocks of tokens, B * H)."""
     head = tl.program_id(1)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
@@ -260,6 +268,7 @@ def restore_output(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, D)
     x = _rows_of(out8, b, h, rows, num_tokens, in_b, in_n, in_h, D)
-    x = x * tl.load(v_scales + kv_head * D + dims)[None, :] + tl.load(v_means + kv_head * D + dims)[None, :]
+    v_mean = tl.load(means + (num_kv_rows + kv_head) * D + dims)
+    x = x * tl.load(v_scales + kv_head * D + dims)[None, :] + v_mean[None, :]
     target = out + b * out_b + h.to(tl.int64) * out_h + rows.to(tl.int64)[:, None] * out_n + dims[None, :]
     tl.store(target, x.to(out.dtype.element_ty), mask=(rows < num_tokens)[:, None])
