@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffusion_runtime.kernels.fp8_attention.reference import HIGHEST
-
 # Numbers by which a graph's tensors are told apart.
 _Q, _K, _V, _DESCALE_QK, _ONE, _DESCALE_S, _SCALE_S, _DESCALE_V, _SCALE_O, _OUT, _LSE = range(1, 12)
 
@@ -40,13 +38,6 @@ def _handle(device: int) -> Any:
         with torch.cuda.device(device):
             held[device] = cudnn.create_handle()
     return held[device]
-
-
-@functools.cache
-def _constants(device: int) -> dict[int, torch.Tensor]:
-    """Return the tensors that every call passes. They are never freed: CUDA graphs hold their addresses."""
-    numbers = {_ONE: 1.0, _DESCALE_V: 1.0, _SCALE_O: 1.0, _DESCALE_S: 1 / HIGHEST, _SCALE_S: HIGHEST}
-    return {uid: torch.full((1,), number, device=torch.device("cuda", device)) for uid, number in numbers.items()}
 
 
 def described_graph(form: GraphForm, handle: Any = None) -> Any:
@@ -115,18 +106,23 @@ def run_graph(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    descale: torch.Tensor,
+    scales: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Compute reference.attend: q, k, v, out: e4m3, contiguous [batch, seq, heads, head_dim]; descale: float32 [1]; out
-    and lse, float32 [batch, heads, seq_q], are written."""
+    """Compute reference.attend: q, k, v, out: e4m3, contiguous [batch, seq, heads, head_dim]; scales: float32 [16]:
+    descale, 1, 1 / 448 and 448, each on 16 bytes of its own; out and lse, float32 [batch, heads, seq_q], are written.
+    """
     import cudnn
 
     graph, workspace_size = _built_graph(form)
     handle = _handle(form.device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(q.device).cuda_stream)
-    tensors = {**_constants(form.device), _Q: q, _K: k, _V: v, _DESCALE_QK: descale, _OUT: out}
+    descale, _, one, _, descale_s, _, scale_s, _ = scales.split([1, 3] * 4)
+    tensors = {
+        **{_Q: q, _K: k, _V: v, _OUT: out, _DESCALE_QK: descale, _DESCALE_S: descale_s, _SCALE_S: scale_s},
+        **dict.fromkeys((_ONE, _DESCALE_V, _SCALE_O), one),
+    }
     if lse is not None:
         tensors[_LSE] = lse
     workspace = torch.empty(max(1, workspace_size), dtype=torch.uint8, device=q.device)

@@ -41,15 +41,15 @@ class QuantizedInputs(NamedTuple):
 
 def rotation(head_dim: int) -> torch.Tensor:
     """Return an orthogonal matrix [head_dim, head_dim] of 1 and -1, to be divided by sqrt(head_dim): Sylvester's
-    Hadamard matrix, its rows with signs drawn once, so that equal numbers in all channels are spread as well.
+    Hadamard matrix, its rows with irregular signs, so that equal numbers in all channels are spread as well.
 
     head_dim: a power of two.
     """
     index = torch.arange(head_dim)
     both = index[:, None] & index
     bits = sum((both >> bit) & 1 for bit in range(head_dim.bit_length()))
-    signs = torch.randint(0, 2, (head_dim, 1), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return ((1 - 2 * (bits % 2)) * signs).float()
+    signs = index * 40503 // 128
+    return (1 - 2 * ((bits + signs[:, None]) % 2)).float()
 
 
 def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QuantizedInputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from diffusion_runtime.kernels.block_packing import rows_contiguous
 from diffusion_runtime.kernels.fp8_attention.cudnn_graph import GraphForm, run_graph
-from diffusion_runtime.kernels.fp8_attention.reference import E4M3, QuantizedInputs, rotation
+from diffusion_runtime.kernels.fp8_attention.reference import E4M3, QuantizedInputs
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 HEAD_SIZES = (64, 128)
@@ -68,12 +67,6 @@ def fp8_attention_triton(
     return prepared.out, prepared.lse
 
 
-@functools.cache
-def rotation_on(device: torch.device, head_dim: int) -> torch.Tensor:
-    """Return the rotation as the kernels read it: the interpreter multiplies the bit patterns of bfloat16."""
-    return rotation(head_dim).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
 _gather, _finish, _round_queries, _round_keys_and_values, _restore = (LaunchCache() for _ in range(5))
 
 
@@ -95,16 +88,15 @@ def prepare(
     device = q.device
     k_per_program, q_per_program = (_rounded_up(-(-x // shape.programs), shape.gather_rows) for x in (num_k, num_q))
     num_partial = max(-(-num_k // k_per_program), -(-num_q // q_per_program))
-    # One allocation of all floats: partial, partial_norms, means, v_scales, norms, descale, biases.
+    # One allocation of all floats: partial, partial_norms, means, v_scales, norms, scales, biases.
     of_partial, of_means = kv_rows * num_partial, kv_rows * head_dim
-    sizes = (of_partial * 4 * head_dim, of_partial * 2, 2 * of_means, of_means, 2 * kv_rows, 1, rows * num_q)
+    sizes = (of_partial * 4 * head_dim, of_partial * 2, 2 * of_means, of_means, 2 * kv_rows, 16, rows * num_q)
     sizes = tuple(_rounded_up(size, _FLOATS_PER_UNIT) for size in (sizes if return_lse else (*sizes[:-1], 0)))
     floats = torch.empty(sum(sizes), device=device).split(sizes)
-    partial, partial_norms, means, v_scales, norms, descale, biases = floats
+    partial, partial_norms, means, v_scales, norms, scales, biases = floats
     q8, k8, v8, out8 = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (q, k, v, q))
     lse = torch.empty(batch, num_heads, num_q, device=device) if return_lse else None
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    turn = rotation_on(device, head_dim)
     form = GraphForm(q.get_device(), tuple(q.shape), tuple(k.shape), scale, return_lse)
     key = form, kind_of(q), kind_of(k), kind_of(v), shape
 
@@ -137,7 +129,7 @@ def prepare(
         heads = 1 << (kv_rows - 1).bit_length()
         _round_queries.run(
             key,
-            (q, turn, means, norms, q8, descale, biases if return_lse else norms),
+            (q, means, norms, q8, scales, biases if return_lse else norms),
             lambda: Launch(
                 _kernels().quantize_queries,
                 (-(-num_q // per_program), rows, 1),
@@ -149,24 +141,31 @@ def prepare(
                     "REPEATS": repeats,
                     "HEADS": heads,
                     "HAS_BIAS": return_lse,
+                    "DTYPE": _product_dtype(device),
                 },
                 shape.warps,
             ),
         )
         _round_keys_and_values.run(
             key,
-            (k, v, turn, means, v_scales, norms, k8, v8),
+            (k, v, means, v_scales, norms, k8, v8),
             lambda: Launch(
                 _kernels().quantize_keys_and_values,
                 (-(-num_k // per_program), kv_rows, 1),
                 (num_k, num_kv_heads, kv_rows, *_strides(k), *_strides(v), *_strides(k8)),
-                {"D": head_dim, "ROWS": shape.rows, "TILES": shape.tiles, "HEADS": heads},
+                {
+                    "D": head_dim,
+                    "ROWS": shape.rows,
+                    "TILES": shape.tiles,
+                    "HEADS": heads,
+                    "DTYPE": _product_dtype(device),
+                },
                 shape.warps,
             ),
         )
 
     def attend() -> None:
-        run_graph(form, q8, k8, v8, descale, out8, lse)
+        run_graph(form, q8, k8, v8, scales, out8, lse)
 
     def restore() -> None:
         _restore.run(
@@ -186,7 +185,7 @@ def prepare(
     def inputs() -> QuantizedInputs:
         k_mean, v_mean = means[: 2 * of_means].view(2, batch, num_kv_heads, head_dim)
         return QuantizedInputs(
-            q8, k8, v8, descale[:1], k_mean, v_mean, v_scales[:of_means].view(batch, num_kv_heads, head_dim)
+            q8, k8, v8, scales[:1], k_mean, v_mean, v_scales[:of_means].view(batch, num_kv_heads, head_dim)
         )
 
     return Prepared(out8, out, lse, inputs, gather, round_inputs, attend, restore)
@@ -196,6 +195,13 @@ def _kernels() -> Any:
     from diffusion_runtime.kernels.fp8_attention import triton_kernels
 
     return triton_kernels
+
+
+def _product_dtype(device: torch.device) -> Any:
+    """Return the type in which the rotation is multiplied: the interpreter multiplies the bit patterns of bfloat16."""
+    from triton import language
+
+    return language.bfloat16 if device.type == "cuda" else language.float32
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:

@@ -134,6 +134,17 @@ def _to_e4m3(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _rotation(DTYPE: tl.constexpr, D: tl.constexpr):
+    """Return reference.rotation, [D, D] of 1 and -1; no tensor of it need be kept on a device."""
+    dims = tl.arange(0, D)
+    both = dims[:, None] & dims[None, :]
+    bits = both ^ (both >> 4)
+    bits = bits ^ (bits >> 2)
+    bits = bits ^ (bits >> 1) ^ (dims * 40503 // 128)[:, None]
+    return (1 - 2 * (bits & 1)).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
 def _turned(x, matrix, D: tl.constexpr):
     """x [rows, D] times the rotation [D, D]."""
     return tl.dot(x.to(tl.bfloat16).to(matrix.dtype), matrix) * D**-0.5
@@ -142,11 +153,10 @@ def _turned(x, matrix, D: tl.constexpr):
 @triton.jit
 def quantize_queries(
     q,
-    turn,
     means,
     norms,
     q8,
-    descale,
+    scales,
     biases,
     scale,
     num_tokens,
@@ -164,8 +174,10 @@ def quantize_queries(
     REPEATS: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """q8 like q; descale [1]; biases [B * H, num_tokens], what the keys' mean takes from the log-sum-exp.
+    """q8 like q; scales [16], of which every fourth is a number that cuDNN's graph reads: descale, 1, 1 / 448, 448;
+    biases [B * H, num_tokens], what the keys' mean takes from the log-sum-exp.
 
     Grid: (blocks of TILES * ROWS tokens, B * H).
     """
@@ -176,7 +188,7 @@ def quantize_queries(
     dims = tl.arange(0, D)
     product = _shared_product(norms, num_kv_rows, HEADS)
     factor = tl.sqrt(product * tl.load(norms + num_kv_rows + kv_head) / tl.load(norms + kv_head))
-    matrix = tl.load(turn + dims[:, None] * D + dims[None, :])
+    matrix = _rotation(DTYPE, D)
     first = tl.program_id(0) * TILES * ROWS
     for start in tl.range(first, tl.minimum(first + TILES * ROWS, num_tokens), ROWS):
         rows = start + tl.arange(0, ROWS)
@@ -189,14 +201,16 @@ def quantize_queries(
         target = q8 + b * out_b + h.to(tl.int64) * out_h + rows.to(tl.int64)[:, None] * out_n + dims[None, :]
         tl.store(target, _to_e4m3(_turned(x, matrix, D) * factor, q8.dtype.element_ty), mask=inside[:, None])
     if (tl.program_id(0) == 0) & (head == 0):
-        tl.store(descale, 1.0 / product)
+        tl.store(scales, 1.0 / product)
+        tl.store(scales + 4, 1.0)
+        tl.store(scales + 8, 1.0 / HIGHEST)
+        tl.store(scales + 12, HIGHEST * 1.0)
 
 
 @triton.jit
 def quantize_keys_and_values(
     k,
     v,
-    turn,
     means,
     v_scales,
     norms,
@@ -218,6 +232,7 @@ def quantize_keys_and_values(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     HEADS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     """k8 and v8 like k and v. Grid: (blocks of TILES * ROWS tokens, B * H)."""
     head = tl.program_id(1)
@@ -226,7 +241,7 @@ def quantize_keys_and_values(
     dims = tl.arange(0, D)
     product = _shared_product(norms, num_kv_rows, HEADS)
     factor = tl.sqrt(product * tl.load(norms + head) / tl.load(norms + num_kv_rows + head))
-    matrix = tl.load(turn + dims[:, None] * D + dims[None, :])
+    matrix = _rotation(DTYPE, D)
     k_mean = tl.load(means + head * D + dims)[None, :]
     v_mean = tl.load(means + (num_kv_rows + head) * D + dims)[None, :]
     v_scale = tl.load(v_scales + head * D + dims)[None, :]
