@@ -119,7 +119,7 @@ def test_refusals() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("cudnn") is None, reason="needs nvidia-cudnn-frontend")
 def test_the_package_accepts_the_graph() -> None:
     for return_lse in (False, True):
-        described_graph(GraphForm(0, (2, 300, 4, 128), (2, 77, 2, 128), 0.1, return_lse))
+        described_graph(GraphForm(0, 2, 300, 77, 4, 2, 128, 0.1, return_lse))
 
 
 def compare(

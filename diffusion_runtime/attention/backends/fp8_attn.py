@@ -26,8 +26,10 @@ class Fp8Backend(PackageBackend):
     name = "fp8_attn"
     summary = "attention in 8-bit floats: cuDNN's kernel"
     lossless = False
-    # On normal inputs 0.058; of the log-sum-exp of a few keys, too, which is off by what single scores are.
-    error_bound = 0.08
+    # On normal inputs 0.058, with scores twice as large 0.078.
+    error_bound = 0.1
+    # Where few keys have large scores: 0.2 of 305 keys at twice the usual scale.
+    lse_error_bound = 0.3
     distribution = "nvidia-cudnn-frontend"
     module = "cudnn"
     functions = ("create_handle", "pygraph")

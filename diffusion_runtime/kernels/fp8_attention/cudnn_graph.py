@@ -16,12 +16,15 @@ _Q, _K, _V, _DESCALE_QK, _ONE, _DESCALE_S, _SCALE_S, _DESCALE_V, _SCALE_O, _OUT,
 
 
 class GraphForm(NamedTuple):
-    """The facts that a graph is built for. q: [batch, seq_q, heads, head_dim]; k: [batch, seq_k, kv_heads, head_dim],
-    as sizes of contiguous tensors."""
+    """The facts that a graph is built for: contiguous tensors [batch, seq, heads, head_dim]."""
 
     device: int
-    q: tuple[int, int, int, int]
-    k: tuple[int, int, int, int]
+    batch: int
+    num_q: int
+    num_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
     return_lse: bool
 
@@ -52,20 +55,22 @@ def described_graph(form: GraphForm, handle: Any = None) -> Any:
         handle=handle,
     )
 
-    def heads_first(shape: tuple[int, int, int, int]) -> dict[str, list[int]]:
-        batch, seq, heads, head_dim = shape
-        return {"dim": [batch, heads, seq, head_dim], "stride": [seq * heads * head_dim, head_dim, heads * head_dim, 1]}
+    def heads_first(seq: int, heads: int) -> dict[str, list[int]]:
+        dim = form.head_dim
+        return {"dim": [form.batch, heads, seq, dim], "stride": [seq * heads * dim, dim, heads * dim, 1]}
 
-    def of_numbers(uid: int, shape: tuple[int, int, int, int]) -> Any:
-        return graph.tensor(uid=uid, data_type=kind.FP8_E4M3, **heads_first(shape))
+    queries, keys = heads_first(form.num_q, form.num_heads), heads_first(form.num_k, form.num_kv_heads)
+
+    def of_numbers(uid: int, layout: dict[str, list[int]]) -> Any:
+        return graph.tensor(uid=uid, data_type=kind.FP8_E4M3, **layout)
 
     def of_scale(uid: int) -> Any:
         return graph.tensor(uid=uid, dim=[1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind.FLOAT)
 
     out, lse, *_ = graph.sdpa_fp8(
-        q=of_numbers(_Q, form.q),
-        k=of_numbers(_K, form.k),
-        v=of_numbers(_V, form.k),
+        q=of_numbers(_Q, queries),
+        k=of_numbers(_K, keys),
+        v=of_numbers(_V, keys),
         descale_q=of_scale(_DESCALE_QK),
         descale_k=of_scale(_ONE),
         descale_v=of_scale(_DESCALE_V),
@@ -76,13 +81,11 @@ def described_graph(form: GraphForm, handle: Any = None) -> Any:
         attn_scale=form.scale,
         use_causal_mask=False,
     )
-    layout = heads_first(form.q)
-    out.set_uid(_OUT).set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
+    out.set_uid(_OUT).set_output(True).set_dim(queries["dim"]).set_stride(queries["stride"])
     out.set_data_type(kind.FP8_E4M3)
     if form.return_lse:
-        batch, seq, heads, _ = form.q
-        lse.set_uid(_LSE).set_output(True).set_dim([batch, heads, seq, 1])
-        lse.set_stride([heads * seq, seq, 1, 1]).set_data_type(kind.FLOAT)
+        lse.set_uid(_LSE).set_output(True).set_dim([form.batch, form.num_heads, form.num_q, 1])
+        lse.set_stride([form.num_heads * form.num_q, form.num_q, 1, 1]).set_data_type(kind.FLOAT)
     graph.validate()
     graph.build_operation_graph()
     return graph
@@ -118,7 +121,7 @@ def run_graph(
     graph, workspace_size = _built_graph(form)
     handle = _handle(form.device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(q.device).cuda_stream)
-    descale, _, one, _, descale_s, _, scale_s, _ = scales.split([1, 3] * 4)
+    descale, _, one, _, descale_s, _, scale_s, _ = torch.split_with_sizes(scales, [1, 3] * 4)
     tensors = {
         **{_Q: q, _K: k, _V: v, _OUT: out, _DESCALE_QK: descale, _DESCALE_S: descale_s, _SCALE_S: scale_s},
         **dict.fromkeys((_ONE, _DESCALE_V, _SCALE_O), one),

@@ -92,12 +92,12 @@ def prepare(
     of_partial, of_means = kv_rows * num_partial, kv_rows * head_dim
     sizes = (of_partial * 4 * head_dim, of_partial * 2, 2 * of_means, of_means, 2 * kv_rows, 16, rows * num_q)
     sizes = tuple(_rounded_up(size, _FLOATS_PER_UNIT) for size in (sizes if return_lse else (*sizes[:-1], 0)))
-    floats = torch.empty(sum(sizes), device=device).split(sizes)
+    floats = torch.split_with_sizes(torch.empty(sum(sizes), device=device), sizes)
     partial, partial_norms, means, v_scales, norms, scales, biases = floats
     q8, k8, v8, out8 = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (q, k, v, q))
     lse = torch.empty(batch, num_heads, num_q, device=device) if return_lse else None
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    form = GraphForm(q.get_device(), tuple(q.shape), tuple(k.shape), scale, return_lse)
+    form = GraphForm(q.get_device(), batch, num_q, num_k, num_heads, num_kv_heads, head_dim, scale, return_lse)
     key = form, kind_of(q), kind_of(k), kind_of(v), shape
 
     def gather() -> None:
