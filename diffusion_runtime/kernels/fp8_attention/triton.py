@@ -126,7 +126,7 @@ def prepare(
 
     def round_inputs() -> None:
         per_program = shape.rows * shape.tiles
-        heads = 1 << (kv_rows - 1).bit_length()
+        heads = 1 << max(1, (kv_rows - 1).bit_length())
         _round_queries.run(
             key,
             (q, means, norms, q8, scales, biases if return_lse else norms),
