@@ -90,8 +90,8 @@ def prepare(
     num_partial = max(-(-num_k // k_per_program), -(-num_q // q_per_program))
     # One allocation of all floats: partial, partial_norms, means, v_scales, norms, scales, biases.
     of_partial, of_means = kv_rows * num_partial, kv_rows * head_dim
-    sizes = (of_partial * 4 * head_dim, of_partial * 2, 2 * of_means, of_means, 2 * kv_rows, 16, rows * num_q)
-    sizes = tuple(_rounded_up(size, _FLOATS_PER_UNIT) for size in (sizes if return_lse else (*sizes[:-1], 0)))
+    needed = [of_partial * 4 * head_dim, of_partial * 2, 2 * of_means, of_means, 2 * kv_rows, 16]
+    sizes = [_rounded_up(size, _FLOATS_PER_UNIT) for size in (*needed, rows * num_q if return_lse else 0)]
     floats = torch.split_with_sizes(torch.empty(sum(sizes), device=device), sizes)
     partial, partial_norms, means, v_scales, norms, scales, biases = floats
     q8, k8, v8, out8 = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (q, k, v, q))
