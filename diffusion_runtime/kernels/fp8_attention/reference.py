@@ -41,15 +41,15 @@ class QuantizedInputs(NamedTuple):
 
 def rotation(head_dim: int) -> torch.Tensor:
     """Return an orthogonal matrix [head_dim, head_dim] of 1 and -1, to be divided by sqrt(head_dim): Sylvester's
-    Hadamard matrix, its rows with irregular signs, so that equal numbers in all channels are spread as well.
+    Hadamard matrix, its rows with the signs of the Rudin-Shapiro sequence, so that equal numbers in all channels are
+    spread as well.
 
     head_dim: a power of two.
     """
     index = torch.arange(head_dim)
-    both = index[:, None] & index
+    both = index[:, None] & (index ^ (index[:, None] >> 1))
     bits = sum((both >> bit) & 1 for bit in range(head_dim.bit_length()))
-    signs = index * 40503 // 128
-    return (1 - 2 * ((bits + signs[:, None]) % 2)).float()
+    return (1 - 2 * (bits % 2)).float()
 
 
 def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QuantizedInputs:

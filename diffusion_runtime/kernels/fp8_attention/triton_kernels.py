@@ -137,10 +137,10 @@ def _to_e4m3(x, dtype: tl.constexpr):
 def _rotation(DTYPE: tl.constexpr, D: tl.constexpr):
     """Return reference.rotation, [D, D] of 1 and -1; no tensor of it need be kept on a device."""
     dims = tl.arange(0, D)
-    both = dims[:, None] & dims[None, :]
+    both = dims[:, None] & (dims[None, :] ^ (dims >> 1)[:, None])
     bits = both ^ (both >> 4)
     bits = bits ^ (bits >> 2)
-    bits = bits ^ (bits >> 1) ^ (dims * 40503 // 128)[:, None]
+    bits = bits ^ (bits >> 1)
     return (1 - 2 * (bits & 1)).to(tl.float32).to(DTYPE)
 
 
