@@ -34,6 +34,7 @@ ATTENTION_PACKAGES = (
     "sageattention",
     "sageattn3",
     "xformers",
+    "nvidia-cudnn-frontend",
     "amd-aiter",
 )
 # The compilers that backends without precompiled kernels call.

@@ -67,6 +67,7 @@ HOMES = {
     "diffusers": ("diffusers_bridge", "decoders", "models"),
     "transformers": ("text_encoders", "quality/clip_score.py"),
     "triton": ("kernels",),
+    "cudnn": ("kernels/fp8_attention",),
     "flash_attn": ("attention/backends", "kernels"),
     "torch.distributed": ("parallel",),
     "safetensors": ("weights/tensor_files.py",),

@@ -163,6 +163,8 @@ def further_calls() -> Iterator[Callable[[], object]]:
     q, k, v = torch.randn(3, 1, 256, 2, 64, dtype=torch.bfloat16)
     for values in ("int8", "fp16", "fp8"):
         yield partial(int8.int8_attention_triton, q, k, v, scale=0.1, values=values, return_lse=True)
+    prepared = importlib.import_module(f"{KERNELS}.fp8_attention.triton").prepare(q, k, v, scale=0.1, return_lse=True)
+    yield from (prepared.gather, prepared.round_inputs, prepared.restore)
     order, centroids, points = torch.arange(256, dtype=torch.int32), torch.randn(2, 8, 64), q.transpose(1, 2)
     yield partial(packing.reorder_tokens, q, order)
     yield partial(highest.highest_triton, torch.randn(4, 100), 10)

@@ -200,6 +200,8 @@ class Backend(ABC):
     error_bound: the relative error in the Frobenius norm that precision given up by design may cost on normally
     distributed inputs, on the machine where it costs most; None where rounding alone errs, or pairs are given up and
     the rest is exact.
+    lse_error_bound: the largest error of the log-sum-exp, where it is more than error_bound: of few keys it is that of
+    single scores.
     self_test_options: options under which a small self-test exercises it, where its defaults would not.
     self_check_platforms: where its numbers are checked before a model is loaded with it (attention/self_check.py): on
     every accelerator, because a package's kernels depend on chip, driver and torch; nowhere for torch's own kernels and
@@ -217,6 +219,7 @@ class Backend(ABC):
     options_type: ClassVar[type] = NoOptions
     lossless: ClassVar[bool] = True
     error_bound: ClassVar[float | None] = None
+    lse_error_bound: ClassVar[float | None] = None
     self_test_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     self_check_platforms: ClassVar[frozenset[str]] = frozenset(PLATFORMS) - {"cpu"}
     not_replayed: ClassVar[str | None] = "it does not declare that its calls can be replayed"

@@ -36,6 +36,7 @@ KNOWN_NAMES = (
     "sparse_video_gen_2_attn",
     "skip_softmax",
     "sol_attn",
+    "fp8_attn",
     "int8_attn",
 )
 
@@ -53,6 +54,7 @@ _OWN_MODULES = {
     "fa4": "diffusion_runtime.attention.backends.fa4",
     "flashinfer_attn": "diffusion_runtime.attention.backends.flashinfer_attn",
     "flex_attn": "diffusion_runtime.attention.backends.flex_attn",
+    "fp8_attn": "diffusion_runtime.attention.backends.fp8_attn",
     "int8_attn": "diffusion_runtime.attention.backends.int8_attn",
     "sage_attn": "diffusion_runtime.attention.backends.sage_attn",
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
