@@ -32,6 +32,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.longer_clips import window_prompts
 from diffusion_runtime.rules.request_rules import RequestRules
 
 
@@ -109,7 +110,7 @@ class BatchRun:
 
     def _with_windows(self, prompts: EncodedPrompts) -> EncodedPrompts:
         """Return the prompts with those of context windows that have their own."""
-        wanted = self.settings.window_prompts
+        wanted = window_prompts(self.settings)
         encoded: dict[str | None, EncodedPrompts] = {None: prompts}
         encoded |= {prompt: self.encode(prompt) for prompt in dict.fromkeys(wanted) if prompt is not None}
         if len(encoded) == 1:

@@ -41,7 +41,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomials
-from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.batch_settings import BatchSettings, expert_by_timestep
 from diffusion_runtime.text_encoders.interface import Conditions
 
 
@@ -363,7 +363,7 @@ class LatentDenoiser:
 
     def _with_expert(self, predict: Predict, states: Collection[RequestCache]) -> Predict:
         """`predict` with the expert of each step in its StepInfo. What the one before kept in `states` is dropped."""
-        expert_at = self.settings.expert_at(self.transformer.expert_at)
+        expert_at = expert_by_timestep(self.settings.shared, self.transformer.expert_at)
 
         def of_expert(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             assert step.timestep is not None

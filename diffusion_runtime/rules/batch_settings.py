@@ -15,7 +15,7 @@ from diffusion_runtime.attention.cache.passes import CachePasses
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import ChunkPlan, cache_passes, chunks_of, steps_of_chunk
-from diffusion_runtime.denoising.context_windows import WindowPlan, window_middle, windows_of
+from diffusion_runtime.denoising.context_windows import WindowPlan, windows_of
 from diffusion_runtime.denoising.interface import Sampler
 from diffusion_runtime.denoising.registry import sampler_of
 from diffusion_runtime.denoising.segments import SegmentPlan
@@ -57,13 +57,6 @@ class BatchSettings:
     def guidance(self) -> Guidance:
         return Guidance(self.shared, self.sampling)
 
-    def expert_at(self, own: Callable[[float], int]) -> Callable[[float], int]:
-        """Return which expert predicts at a timestep in [0, 1000]. own: of the transformer."""
-        if self.shared.expert is not None:
-            return lambda _: EXPERTS.index(str(self.shared.expert))
-        ratio = self.shared.boundary_ratio
-        return own if ratio is None else lambda timestep: 0 if timestep >= 1000 * ratio else 1
-
     @cached_property
     def sizes(self) -> Sizes:
         return Sizes(self.shared, self.sampling)
@@ -89,16 +82,6 @@ class BatchSettings:
         return (
             size if self.windows is None else dataclasses.replace(size, num_frames=filled(self.shared.context_frames))
         )
-
-    @cached_property
-    def window_prompts(self) -> tuple[str | None, ...]:
-        """Prompt of each context window: the one that holds at its middle; None for the requests' own."""
-        factor, found = self.sampling.geometry.temporal_factor, list[str | None]()
-        for window in self.windows or ():
-            middle = window_middle(window, factor)
-            later = [text for at, text in self.shared.prompt_switches or () if int(at) <= middle]
-            found.append(later[-1] if later else None)
-        return tuple(found)
 
     def of_segment(self, index: int = 0) -> Self:
         """Return the settings of one segment; these where the video is made at once."""
@@ -196,6 +179,14 @@ class BatchSettings:
         if shorter is not None:
             ways.insert(0, f"segment_frames {shorter} (now {self.segments.length})")
         return f"These need less: {', '.join(ways)}"
+
+
+def expert_by_timestep(request: GenerationRequest, own: Callable[[float], int]) -> Callable[[float], int]:
+    """Return which expert predicts at a timestep in [0, 1000]. own: of the transformer."""
+    if request.expert is not None:
+        return lambda _: EXPERTS.index(str(request.expert))
+    ratio = request.boundary_ratio
+    return own if ratio is None else lambda timestep: 0 if timestep >= 1000 * ratio else 1
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,16 @@ def window_values(settings: BatchSettings) -> dict[str, Any]:
     return values
 
 
+def window_prompts(settings: BatchSettings) -> tuple[str | None, ...]:
+    """Return the prompt of each context window: the one that holds at its middle; None for the requests' own."""
+    factor, found = settings.sampling.geometry.temporal_factor, list[str | None]()
+    for window in settings.windows or ():
+        middle = window_middle(window, factor)
+        later = [text for at, text in settings.shared.prompt_switches or () if int(at) <= middle]
+        found.append(later[-1] if later else None)
+    return tuple(found)
+
+
 def _frame(settings: BatchSettings, at: int | str) -> int:
     size = settings.size
     frame = round(seconds_of(at, "--at") * size.fps) if isinstance(at, str) else at
@@ -55,7 +65,7 @@ def _frame(settings: BatchSettings, at: int | str) -> int:
 
 def _check_prompts(settings: BatchSettings) -> None:
     """Raises RequestError for a prompt that no context window takes."""
-    taken, factor = set(settings.window_prompts), settings.sampling.geometry.temporal_factor
+    taken, factor = set(window_prompts(settings)), settings.sampling.geometry.temporal_factor
     places = ", ".join(f"{window_middle(window, factor):g}" for window in settings.windows or ())
     for at, text in ((0, None), *(settings.shared.prompt_switches or ())):
         if text not in taken:
@@ -129,7 +139,7 @@ def _windows_text(settings: BatchSettings, plan: WindowPlan) -> str:
     windows, shared = list(plan), settings.shared
     least = min(before.stop - after.start for before, after in itertools.pairwise(windows))
     noise = ", noise repeated in another order" if shared.context_noise == "repeated" else ""
-    prompts = len(set(settings.window_prompts))
+    prompts = len(set(window_prompts(settings)))
     texts = f", of {prompts} prompts" if prompts > 1 else ""
     share = plan.length * len(plan) / plan.num_frames
     return (

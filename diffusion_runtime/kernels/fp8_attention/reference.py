@@ -48,7 +48,7 @@ def rotation(head_dim: int) -> torch.Tensor:
     """
     index = torch.arange(head_dim)
     both = index[:, None] & (index ^ (index[:, None] >> 1))
-    bits = sum((both >> bit) & 1 for bit in range(head_dim.bit_length()))
+    bits = torch.stack([(both >> bit) & 1 for bit in range(head_dim.bit_length())]).sum(0)
     return (1 - 2 * (bits % 2)).float()
 
 
