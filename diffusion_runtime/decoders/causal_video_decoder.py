@@ -93,9 +93,9 @@ def decoding_half(
 
 _TILE, _TILE_STRIDE = 256, 192
 # Places of latents from which fused kernels are used. They halve the time of 131,040 places, 1.8 s on an H200
-# (benchmarks/results/decode_gpu.json), so that fewer win 0.06 s at most; compiling them takes 12 s, once per machine
+# (benchmarks/results/decode_gpu.json), so that fewer win 0.12 s at most; compiling them takes 12 s, once per machine
 # (benchmarks/results/start_gpu.json).
-MIN_FUSED = 8192
+MIN_FUSED = 16384
 
 
 class CausalVideoDecoder(VideoDecoder):
