@@ -91,7 +91,10 @@ def test_torchrun_and_a_process_that_is_killed(alone: Path, tmp_path: Path) -> N
         line for line in result.err.splitlines() if line.startswith("error: rank 1 (process ")
     ]
     assert "error: rank 1 (process" in result.err
-    assert files_in(tmp_path / "outputs") == []
+    # What the denoising left is kept, with the command that goes on.
+    kept = "a-red-circle-moving-left-seed1.latents.safetensors"
+    assert files_in(tmp_path / "outputs") == [kept]
+    assert f"finish outputs/{kept}" in result.said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -24,7 +24,7 @@ from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError
-from diffusion_runtime.generation.latent_denoiser import LatentDenoiser
+from diffusion_runtime.generation.latent_denoiser import Denoised, LatentDenoiser
 from diffusion_runtime.kernels.implementation import VARIABLE
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.loading import native_model, prepare
@@ -136,9 +136,9 @@ def test_text_encoders_have_left_when_the_denoising_begins(
     def note(when: str) -> None:
         present.append((when, [part.name for part in parts if part.is_on_device]))
 
-    def watched(*arguments: Any) -> torch.Tensor:
+    def watched(*arguments: Any, **named: Any) -> Denoised:
         note("denoise")
-        return denoise(*arguments)
+        return denoise(*arguments, **named)
 
     modules_of(pipeline.text_encoder)[0].register_forward_hook(lambda *_: note("text"))
     monkeypatch.setattr(LatentDenoiser, "denoise", watched)
