@@ -80,9 +80,10 @@ def test_a_disk_that_fills_up_ends_the_batch(tiny_wan_folder: Path, tmp_path: Pa
         assert left > 0
         assert f"{left} of 6 were not begun: make room, and --resume goes on" in " ".join(result.err.split())
         assert result.err.count("error: ") == result.err.lower().count("no space left") == 1
-        assert sorted(path.name for path in small.iterdir()) == sorted(
-            Path(item[name]).name for item in written for name in ("path", "sidecar")
-        )
+        # The latents of the clip that did not fit are smaller, and kept where there is room for them.
+        kept = f"a-star-seed{len(written) + 1}.latents.safetensors"
+        whole = {Path(item[name]).name for item in written for name in ("path", "sidecar")}
+        assert {path.name for path in small.iterdir()} - {kept} == whole
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
