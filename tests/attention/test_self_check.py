@@ -206,7 +206,18 @@ def test_a_cpu_costs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_who_is_checked_is_declared() -> None:
     """Whatever needs a package, on every accelerator; torch's own kernels and ours nowhere."""
     checked = {name for name in available_names() if "cuda" in find_backend(name).self_check_platforms}  # type: ignore[union-attr]
-    packages = {"fa", "fa2", "fa3", "fa4", "flashinfer_attn", "sage_attn", "sage_attn_3", "xformers", "aiter"}
+    packages = {
+        "fa",
+        "fa2",
+        "fa3",
+        "fa4",
+        "fp8_attn",
+        "flashinfer_attn",
+        "sage_attn",
+        "sage_attn_3",
+        "xformers",
+        "aiter",
+    }
     assert checked == packages
     assert not any("cpu" in find_backend(name).self_check_platforms for name in packages)  # type: ignore[union-attr]
     # A backend that says nothing is somebody else's.
