@@ -37,6 +37,8 @@ MODELS = ("model_path", "like")
 FILES = (*(name for name, option in runtime_options().items() if option.is_weight_path), "upsampler_path")
 # With readers of their own below.
 OWN = ("attention", "attention_override", "dtype", "lora", "vae_decoder")
+# Not taken: a text among them may be a path that a pipeline of diffusers' opens.
+REFUSED = ("pipeline_arguments",)
 
 # Decoders that are named and no files.
 _DECODERS = ("tiny", "diffusion")
@@ -94,6 +96,11 @@ def config_of(recipe: Mapping[str, Any], given: GivenFiles, model_path: str | No
         raise ConfigError(
             f"the recipe's runtime has a key that is unknown here: {shown(unknown)}; it is of version "
             f"{shown(recipe.get('version'))}: verify it with that version"
+        )
+    if (refused := next((name for name in REFUSED if recorded.get(name)), None)) is not None:
+        raise ConfigError(
+            f"{refused}: the recipe has {shown(recorded[refused])}, of which a text may be the path of a file; "
+            "expected a recipe without: this file cannot be verified"
         )
     values: dict[str, Any] = {name: recorded[name] for name in TAKEN if recorded.get(name) is not None}
     for name in FILES:

@@ -102,7 +102,9 @@ def test_sound_is_compared_too(file_format: str, tmp_path: Path) -> None:
 
 def test_every_option_that_changes_the_output_is_decided() -> None:
     """An option that is added is taken from a recipe of a stranger by decision alone."""
-    decided = {name for group in ("TAKEN", "MODELS", "FILES", "OWN") for name in getattr(untrusted_recipe, group)}
+    decided = {
+        name for group in ("TAKEN", "MODELS", "FILES", "OWN", "REFUSED") for name in getattr(untrusted_recipe, group)
+    }
     assert decided == {name for name, option in runtime_options().items() if option.changes_output}
 
 
@@ -110,6 +112,7 @@ def test_every_option_that_changes_the_output_is_decided() -> None:
 HOSTILE: dict[str, Callable[[str], dict[str, Any]]] = {
     **{name: lambda path, name=name: {"runtime": {name: path}} for name in untrusted_recipe.FILES},
     "model": lambda path: {"runtime": {"model_path": path}},
+    "keywords of a pipeline": lambda path: {"runtime": {"pipeline_arguments": {"image": path}}},
     "model, relative": lambda path: {"runtime": {"model_path": "folder/secret.yaml"}},
     "like": lambda path: {"runtime": {"like": path}},
     "lora": lambda path: {"runtime": {"lora": [{"path": path}]}},
