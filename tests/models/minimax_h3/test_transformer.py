@@ -189,8 +189,10 @@ def test_padding_is_lengths_and_what_is_no_grid_is_text(ours: MiniMaxH3Transform
         handle.remove()
     assert seen["text_refiner.blocks.1.self_attention.attention"] == TokenLayout.text(9, (3, 9))
     # An image of 6 tokens, and 37 moments of sound on each side.
-    segments = (6, 74, 9)
-    joint = TokenLayout((7, 2, 3), num_suffix_tokens=6 + 74 + 9, valid_lengths=(80 + 3, 80 + 9), text_segments=segments)
+    lengths, segments = (80 + 3, 80 + 9), (6, 74, 9)
+    joint = TokenLayout(
+        (7, 2, 3), num_suffix_tokens=89, valid_lengths=lengths, text_segments=segments, num_given_tokens=80
+    )
     assert seen["blocks.2.self_attention.attention"] == joint
     assert set(seen) <= {name for name, _ in ours.named_modules()}
 
