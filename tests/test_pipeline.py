@@ -365,9 +365,10 @@ def test_without_guidance_the_negative_prompt_is_not_read(pipeline: Pipeline, ca
     with caplog.at_level(logging.WARNING, "diffusion_runtime"):
         media = pipeline(request(guidance_scale=1.0, negative_prompt="plugh", guidance_mode="two_pass"))
     # Nothing of the word that the text encoder does not know, and that both values have no effect.
+    said = "is not used: no second branch of guidance runs (a scale of 1 or less)"
     remarks = [
-        f"{value} is not used: no second branch of guidance runs (a scale of 1 or less)"
-        for value in ("negative_prompt: 'plugh'", "guidance_mode: 'two_pass'")
+        f"negative_prompt: 'plugh' {said}; --nag-scale 5 would use it, within attention",
+        f"guidance_mode: 'two_pass' {said}",
     ]
     assert [record.getMessage() for record in caplog.records] == remarks
     assert [note for note in media.attention_report.notes if "not used" in note] == remarks

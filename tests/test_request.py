@@ -11,9 +11,11 @@ from diffusion_runtime import GenerationRequest
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.fields import (
     ANY_GUIDANCE,
+    ATTENTION_GUIDANCE,
     GUIDANCE,
     GUIDED_CHUNKS,
     IMAGES,
+    NEGATIVE_TEXT,
     PLACED_IMAGES,
     SHIFT,
     VIDEO,
@@ -146,6 +148,13 @@ def test_every_field_has_a_plain_type() -> None:
     assert set(types) == set(GenerationRequest("a").to_dict())
 
 
+USES = (
+    None,
+    *(GUIDANCE, ANY_GUIDANCE, ATTENTION_GUIDANCE, NEGATIVE_TEXT, GUIDED_CHUNKS),
+    *(IMAGES, PLACED_IMAGES, SHIFT, VIDEO),
+)
+
+
 def test_declarations_agree_with_the_fields() -> None:
     """One list of what is wrong: a declaration that its field's type or default contradicts."""
     wrong = []
@@ -157,7 +166,7 @@ def test_declarations_agree_with_the_fields() -> None:
             wrong.append(f"{name}: the check is of {declared.check.kind.__name__}")
         if declared.refusal is not None and not (declared.may_stay_none and unset[name] is None):
             wrong.append(f"{name}: a field that only some models use must be open by default")
-        if declared.used_with not in (None, GUIDANCE, ANY_GUIDANCE, GUIDED_CHUNKS, IMAGES, PLACED_IMAGES, SHIFT, VIDEO):
+        if declared.used_with not in USES:
             wrong.append(f"{name}: used_with {declared.used_with}")
         if declared.repeatable and not declared.differs_in_batch:
             wrong.append(f"{name}: several values of one batch that must be equal")

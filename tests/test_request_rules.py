@@ -15,7 +15,7 @@ from diffusion_runtime.denoising.flow_schedule import ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
-from diffusion_runtime.request.fields import Blocks, Levels, MediaFiles, Number, OneOf, Scales
+from diffusion_runtime.request.fields import Blocks, Levels, MediaFiles, Number, OneOf, Scales, Seeds
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.request.prompt_switches import PromptSwitches, SeedSwitches
@@ -48,7 +48,7 @@ def another(name: str, value: Any) -> Any:
     """A value that the field may have beside `value`."""
     check = REQUEST_FIELDS[name].check
     if isinstance(check, OneOf):
-        return next(choice for choice in check.names if choice != value)
+        return next(choice for choice in check.names if choice not in (value, REQUEST_FIELDS[name].off))
     if isinstance(check, MethodText):
         return next(iter(check.settings.methods))
     if isinstance(check, Levels | Scales):
@@ -61,6 +61,8 @@ def another(name: str, value: Any) -> Any:
         return ((9, "a blue star"),)
     if isinstance(check, SeedSwitches):
         return ((9, 7),)
+    if isinstance(check, Seeds):
+        return (9, 7)
     if isinstance(check, MediaFiles):
         return ("star.png",)
     if isinstance(check, FrameConditions):
@@ -101,8 +103,8 @@ def test_what_only_some_models_use_is_refused_by_the_others() -> None:
         # The one switch: nothing else has to know the field.
         rules = dataclasses.replace(IMAGES, model_fields=frozenset({name}))
         # Prompts and seeds on the way need chunks, which a model has or has not, images a file, a bound of the length
-        # another one, and keyframes a video.
-        apart = ("prompt_switches", "seed_switches", "frame_conditions", "keyframe_interval")
+        # another one, keyframes a video, and guidance within attention a negative prompt.
+        apart = ("prompt_switches", "seed_switches", "frame_conditions", "keyframe_interval", "nag_scale")
         apart += ("min_seconds", "max_seconds")
         if REQUEST_FIELDS[name].check.kind is not str and name not in apart:
             taken.append(getattr(rules.resolve(request), name))

@@ -143,6 +143,9 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
 def _settings_of_latents(flags: Flags) -> Settings:
     """Return the settings of generations that go on from files of latents, each repeated to its end. Raises ConfigError
     for files of several models or runtimes."""
+    # A file may be a stranger's: the model and LoRA that it names are those of this machine, unless the user names one.
+    given = flags.runtime if _without_none(flags.runtime).get("model_path") else {**flags.runtime, "offline": True}
+    flags = dataclasses.replace(flags, runtime=given)
     found = [resolve_settings(dataclasses.replace(flags, begins=(), repeat=str(path))) for path in flags.begins]
     first = found[0]
     for path, each in zip(flags.begins, found, strict=True):

@@ -90,6 +90,11 @@ class GivenFiles:
 def config_of(recipe: Mapping[str, Any], given: GivenFiles, model_path: str | None, device: str) -> RuntimeConfig:
     """Return the options to make a recipe's clip with, off the network. model_path: where the user says that the model
     is, None for the hub's cache. Raises ConfigError for what is not taken from a recipe, with what to type."""
+    if recipe.get("continued") is not None:
+        raise ConfigError(
+            "the first steps of this clip were made with other values than the rest (finish --allow-changes, "
+            "`continued` in its recipe): expected a recipe that makes all of it; this file cannot be verified"
+        )
     recorded, weights = _section(recipe, "runtime"), _section(recipe, "weights")
     options = runtime_options()
     if (unknown := next((name for name in recorded if name not in options), None)) is not None:

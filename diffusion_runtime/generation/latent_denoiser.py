@@ -82,11 +82,10 @@ class LatentDenoiser:
     """From the conditions of a batch to its clean latents.
 
     image_conditioner: called where the requests have an image, or the model control blocks; latent_encoder: where they
-    start from a picture or a video. model: what a calibration
-    of a step cache must have been measured on (`model_identity`). published: TeaCache's coefficients for the model.
-    graphs: the CUDA graphs of its forward passes; None runs all of them eagerly. upsampler: of a second stage.
-    encodings: of images of earlier requests, None to keep none. hooks: of instruments; the one that wraps predictions
-    is of the first stage.
+    start from a picture or a video. model: what a calibration of a step cache must have been measured on
+    (`model_identity`). published: TeaCache's coefficients for the model. graphs: the CUDA graphs of its forward passes;
+    None runs all of them eagerly. upsampler: of a second stage. encodings: of images of earlier requests, None to keep
+    none. hooks: of instruments; the one that wraps predictions is of the first stage.
     """
 
     transformer: DiffusionTransformer

@@ -37,6 +37,8 @@ SCHEMA = "diffusion_runtime.latents/1"
 _MAX_BYTES = 32 * 2**30
 # A recipe has some 60 values and a prompt.
 _MAX_CHARACTERS = 1_000_000
+# Numbers and names in a message.
+_MAX_LISTED = 16
 _MAX_NUMBER = 2**40
 _MAX_SEGMENTS = 10_000
 # DPM-Solver++ (SDE) draws twice.
@@ -132,6 +134,8 @@ class SavedLatents:
         if state.stage >= len(stages):
             raise _differs(f"a place in stage {state.stage + 1}", f"{len(stages)} stages")
         stage = stages[state.stage]
+        if self.num_done != stage.first + state.sampler.index:
+            raise _differs(f"{self.num_done} steps that are done", f"{stage.first + state.sampler.index}")
         if (levels := _levels(stage, state)) != self.levels or not levels:
             raise RequestError(
                 f"finish: the {self.num_done} steps that were made, and the next one, have the noise levels "
@@ -160,22 +164,32 @@ def _levels(stage: DenoisingStage, state: DenoisingState) -> tuple[float, ...]:
 def _check_tensors(state: DenoisingState, stage: DenoisingStage, settings: BatchSettings) -> None:
     """Hold the tensors of a place against those that the stage's sampler has there. Raises RequestError."""
     shape = (1, *stage.settings.sizes.sample_shape(stage.size))
-    expected = set() if stage.is_over(state.sampler) else _rehearsed(stage, state.sampler.index)
+    expected, num_drawn = _rehearsed(stage, state.sampler.index)
+    expected = set() if stage.is_over(state.sampler) else expected
     _check_tensor(_STATE, state.sampler.latents, shape)
     if set(state.sampler.history) != expected:
         raise _differs(f"a sampler that keeps {_listed(sorted(state.sampler.history))}", _listed(sorted(expected)))
     for name, each in state.sampler.history.items():
         _check_tensor(f"{_HISTORY}{name}", each, shape)
     shapes = {tuple(each.settings.sizes.sample_shape(each.size)) for each in stages_of(settings)}
-    if not set(state.drawn) <= shapes or len(state.drawn) > _MAX_DRAWS_PER_STEP * (settings.num_steps + 1):
+    # Stages behind the first go on from, or begin, noise of their own.
+    is_other = len(state.drawn) != num_drawn if state.stage == 0 else len(state.drawn) > _most_draws(settings)
+    if not set(state.drawn) <= shapes or is_other:
         raise _differs(f"noise that was drawn {len(state.drawn)} times", f"{settings.num_steps} steps")
 
 
-def _rehearsed(stage: DenoisingStage, index: int) -> set[str]:
-    """Return the names of what a stage's sampler keeps at a step, found by running it on one number."""
+def _most_draws(settings: BatchSettings) -> int:
+    """Return how often noise is drawn at most."""
+    return _MAX_DRAWS_PER_STEP * (settings.num_steps + 1)
+
+
+def _rehearsed(stage: DenoisingStage, index: int) -> tuple[set[str], int]:
+    """Return the names of what a stage's sampler keeps at a step, and how often it has drawn noise by then, the initial
+    noise with it, found by running it on one number."""
     noise = SampleNoise((1, 1, 1, 1), [0])
     start = stage.start(noise.draw())
-    return set(stage.run(start, lambda latents, _: latents, lambda *_: None, noise, stage.first + index).history)
+    place = stage.run(start, lambda latents, _: latents, lambda *_: None, noise, stage.first + index)
+    return set(place.history), len(noise.drawn)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
@@ -189,7 +203,9 @@ def _differs(found: str, expected: object) -> RequestError:
 
 
 def _listed(values: Iterable[object]) -> str:
-    return ", ".join(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values) or "nothing"
+    texts = [f"{each:.4g}" if isinstance(each, float) else shown(each) for each in values]
+    more = len(texts) - _MAX_LISTED
+    return ", ".join([*texts[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]) or "nothing"
 
 
 def latents_path(path: Path) -> Path:
@@ -225,6 +241,11 @@ def read_head(path: Path, key: str = "") -> tuple[dict[str, Any], dict[str, Any]
     Raises ConfigError for a path that is no file's, OutputError for one that is damaged or something else.
     """
     check_file(path, key, max_bytes=_MAX_BYTES)
+    if not path.name.endswith(LATENTS_SUFFIX):
+        raise OutputError(
+            f"{path}: expected a file of latents, whose name ends in {LATENTS_SUFFIX}; use {latents_path(path)}, if "
+            "--save-latents wrote it"
+        )
     try:
         _, metadata = stored_heads(path)
         text = metadata.get(_KEY)

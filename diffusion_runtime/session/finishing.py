@@ -10,7 +10,8 @@ import torch
 
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
 from diffusion_runtime.generation.saved_latents import SavedLatents
-from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.generation_request import INPUT_FIELDS, GenerationRequest
+from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.session.resume import output_identity
@@ -92,7 +93,12 @@ def continued_recipe(saved: SavedLatents, recipe: Mapping[str, Any], *, allow_ch
     steps_then, steps_now = (_of(each, "request").get("num_inference_steps") for each in (saved.recipe, recipe))
     if steps_then != steps_now:
         before["request.num_inference_steps"] = steps_then
-    return {**kept, **({"continued": {"after": saved.num_done, "made_with": before}} if before else {})}
+    earlier = _of(saved.recipe, "continued")
+    if not before and not earlier:
+        return kept
+    # Of several times, the first: what made the first steps.
+    after, made_with = earlier.get("after", saved.num_done), {**before, **_of(earlier, "made_with")}
+    return {**kept, "continued": {"after": after, "made_with": made_with}}
 
 
 def continued_request(saved: SavedLatents, request: GenerationRequest, rules: RequestRules) -> GenerationRequest:
@@ -115,13 +121,25 @@ def continued_request(saved: SavedLatents, request: GenerationRequest, rules: Re
             f"num_inference_steps: all {before} steps are done, and no other number can be made of them; leave it out"
         )
     settings = rules.settings(rules.resolve(request))
+    sampler = str(settings.shared.sampler)
+    if not SAMPLERS[sampler].takes_levels:
+        raise RequestError(
+            f"num_inference_steps: {sampler} spaces its own noise levels, and other steps cannot follow those that are "
+            f"done; leave it out, or begin a draft with another --sampler"
+        )
     steps = settings.build_sampler().steps(torch.device("cpu"))
     levels = list(saved.levels)
     # A step of several predictions begins at the first one's.
     below = {step.index: step.sigma for step in reversed(steps) if step.sigma is not None and step.sigma < levels[-1]}
     levels += [sigma for _, sigma in sorted(below.items())]
+    # Levels that begin below 1 say what strength said.
     return dataclasses.replace(
-        request, num_inference_steps=len(levels), sigmas=tuple(levels), sigmas_before_shift=None, flow_shift=None
+        request,
+        num_inference_steps=len(levels),
+        sigmas=tuple(levels),
+        sigmas_before_shift=None,
+        flow_shift=None,
+        strength=None,
     )
 
 
@@ -136,13 +154,16 @@ def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of an identity that steps are made with, by section and name."""
     found = {}
     for section, values in identity.items():
+        if section == "continued":
+            continue
         later = _LATER_FIELDS if section == "request" else _LATER_OPTIONS
         if not isinstance(values, Mapping):
             found[section] = values
             continue
         found |= {f"{section}.{name}": value for name, value in values.items() if name not in later}
-    # A folder may have moved; its config and its weights are compared.
-    found.pop("model.path", None)
+    # A folder or a file may have moved: configs and weights, and digests of the files that were given, are compared.
+    for name in ("model.path", *(f"request.{field}" for field in INPUT_FIELDS)):
+        found.pop(name, None)
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -98,6 +98,9 @@ def output_identity(recipe: Mapping[str, Any]) -> dict[str, Any]:
         "attention": [_attention_identity(row) for row in rows if isinstance(row, Mapping)],
         "text_attention": _text_attention(chosen),
     }
+    if recipe.get("continued") is not None:
+        # Steps that other values made.
+        kept["continued"] = recipe["continued"]
     plain: dict[str, Any] = json.loads(json.dumps(kept, sort_keys=True))
     return plain
 

@@ -52,5 +52,5 @@ def test_processes_that_share_weights_decide_together() -> None:
     """Their sums are in a graph as exchanges of tokens are."""
     graphs, mesh, nothing = mock.Mock(), planned_mesh(1, 1, 1, 2), mock.Mock()
     fields: dict[str, Any] = {"model": {}, "device": torch.device("cpu"), "dtype": torch.float32, "graphs": graphs}
-    LatentDenoiser(nothing, nothing, nothing, mesh, recorder=nothing, **fields).forward_of()
+    LatentDenoiser(nothing, nothing, nothing, nothing, mesh, recorder=nothing, **fields).forward_of()
     assert graphs.of_generation.call_args.kwargs["group"].size == 2

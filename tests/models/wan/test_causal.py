@@ -629,6 +629,7 @@ def denoiser_of(pipeline: Pipeline, settings: BatchSettings) -> Any:
     return LatentDenoiser(
         transformer=pipeline.transformer,
         image_conditioner=lambda: pytest.fail("no image"),
+        latent_encoder=lambda: pytest.fail("no picture to start from"),
         settings=settings,
         mesh=pipeline.mesh,
         device=pipeline.device,

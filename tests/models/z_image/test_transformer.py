@@ -86,8 +86,10 @@ def test_padding_is_lengths_and_the_grid_is_said(ours: ZImageTransformer) -> Non
     for handle in handles:
         handle.remove()
     assert seen["text_refiner.0.self_attention.attention"] == {TokenLayout.text(64, (32, 64))}
-    assert seen["grid_refiner.0.self_attention.attention"] == {TokenLayout((1, 4, 6), num_suffix_tokens=8)}
-    joint = TokenLayout((1, 4, 6), num_suffix_tokens=8 + 64, valid_lengths=(8 + 32, 8 + 64))
+    filled = TokenLayout((1, 4, 6), num_suffix_tokens=8, num_given_tokens=8)
+    assert seen["grid_refiner.0.self_attention.attention"] == {filled}
+    lengths = (8 + 32, 8 + 64)
+    joint = TokenLayout((1, 4, 6), num_suffix_tokens=8 + 64, valid_lengths=lengths, num_given_tokens=8)
     assert seen["blocks.1.self_attention.attention"] == {joint}
     names = {name for name, _ in ours.named_modules()}
     assert set(seen) <= names
