@@ -37,11 +37,13 @@ def show_plan(
     """Show what `description` and `items` lead to; the exit code is the one an item that cannot be made has, else 0."""
     from diffusion_runtime.explanation.expected_time import planned_times, seconds_text
 
-    makeable = [item.request for item in items if item.failure is None]
+    made = [item for item in items if item.failure is None]
+    makeable = [item.request for item in made]
     paths = outputs.predict(makeable)
     failures = [item.failure for item in items if item.failure is not None]
     exit_code = failures[0].exit_code if failures else 0
-    expected = planned_times(description, makeable, outputs.format_for)
+    done = [0 if item.begin is None else item.begin.num_steps_done for item in made]
+    expected = planned_times(description, makeable, outputs.format_for, done)
     if as_json:
         put_on_stdout(json_text(_to_json_object(description, items, paths, exit_code, expected)))
         return exit_code

@@ -38,7 +38,7 @@ _FIELDS = (
     "decode_noise_scale",
 )
 # Flags of generate that mean nothing to what has begun.
-_LEFT_OUT = ("stream", "interactive", "attention_plot", "profile", "resume", "allow_url", "from_file", "preset")
+_LEFT_OUT = ("stream", "interactive", "attention_plot", "profile", "resume", "from_file", "preset")
 
 
 @dataclass(frozen=True)

@@ -193,8 +193,7 @@ def _with_expected_times(items: list[Item], pipeline: GenerationPipeline, output
 
     found, is_first = [], True
     for item in items:
-        # What goes on from saved latents makes fewer steps.
-        if item.failure is None and item.begin is None:
+        if item.failure is None:
             expected = expected_time(
                 pipeline.recipe,
                 pipeline.rules,
@@ -202,6 +201,7 @@ def _with_expected_times(items: list[Item], pipeline: GenerationPipeline, output
                 outputs.format_for(item.request),
                 is_first=is_first,
                 is_offloaded=is_offloaded(pipeline),
+                num_done=0 if item.begin is None else item.begin.num_steps_done,
             )
             item, is_first = dataclasses.replace(item, expected=expected.seconds), False
         found.append(item)

@@ -93,14 +93,15 @@ def expected_time(
     *,
     is_first: bool = True,
     is_offloaded: bool = False,
+    num_done: int = 0,
 ) -> ExpectedTime:
     """Return the expectation of a resolved request. recipe: of PipelineDescription.to_dict, on this machine. is_first:
     whether it is the first of its process, which also imports, allocates and compiles. is_offloaded: whether weights
-    wait in the machine's memory."""
+    wait in the machine's memory. num_done: steps that saved latents have behind them."""
     model_path = recipe["runtime"]["model_path"]
     how = how_of(recipe, rules, request, is_offloaded=is_offloaded)
     rows = [each for each in StageTimes(recipe, model_path).read() if each.how == how]
-    num_steps, size = request.num_inference_steps or 1, size_of(request)
+    num_steps, size = max(0, (request.num_inference_steps or 1) - num_done), size_of(request)
     tokens = num_tokens_of(rules, request)
     pixels = size[0] * size[1] * size[2]
 
@@ -137,6 +138,7 @@ def planned_times(
     description: PipelineDescription,
     requests: Sequence[GenerationRequest],
     format_of: Callable[[GenerationRequest], str],
+    num_done: Sequence[int] = (),
 ) -> list[ExpectedTime]:
     """Return the expectation of each resolved request of one process, of which the first one warms it up; none for a
     device that is not here. format_of: the format of a request's file."""
@@ -151,6 +153,7 @@ def planned_times(
             format_of(request),
             is_first=index == 0,
             is_offloaded=description.is_offloaded,
+            num_done=num_done[index] if num_done else 0,
         )
         for index, request in enumerate(requests)
     ]

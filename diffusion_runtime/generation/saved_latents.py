@@ -102,6 +102,11 @@ class SavedLatents:
         return f"{self.num_done} of {self.num_steps} {'segments' if self.state is None else 'steps'}"
 
     @property
+    def num_steps_done(self) -> int:
+        """Steps that do not run again, none where parts of a video are kept."""
+        return 0 if self.state is None else self.num_done
+
+    @property
     def progress(self) -> dict[str, Any]:
         """The progress as JSON values."""
         state, place = self.state, dict[str, Any]()

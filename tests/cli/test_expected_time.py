@@ -76,6 +76,9 @@ def test_figures_hold_for_equal_settings_of_one_machine(
     # Ten steps of three eighths of a second, and what the first generation took for more than its four.
     assert dict(first.seconds) == {"text": 0.5, "denoise": 5.25, "decode": 2.0, "write": 1.0}
     assert first.total == 8.75
+    # Of a draft of which four steps are there.
+    rest = expected_time(recipe, rules, request, "mp4", num_done=4)
+    assert (rest.num_steps, rest.seconds["denoise"]) == (6, 3.75)
     one_step = dataclasses.replace(measured, size=(9, 64, 64), num_tokens=48, num_steps=1, step=None)
     assert times.keep(one_step)
     longer = rules.resolve(dataclasses.replace(asked, num_frames=9))
