@@ -21,6 +21,7 @@ ROW = {row.name: row for row in ROWS}
 FP8, GRAPHS = ROW["fp8"], ROW["fp8 graphs"]
 
 
+@pytest.mark.slow
 def test_the_rows_in_8_bits_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(parity_gpu.NUM_PROMPTS, "cpu", 2)
     path = tmp_path / "parity.json"

@@ -30,8 +30,10 @@ def test_a_video_from_a_prompt(command: Command, tiny_flags: Flags) -> None:
         "text_encoder: attention of torch (sdpa)",
     ):
         assert said in result.said
-    for stage in ("load ", "text ", "denoise ", "decode ", "write ", "total "):
-        assert stage in result.err.splitlines()[-1]
+    # Behind it, what was expected, where another test has measured this machine.
+    timings = next(line for line in result.err.splitlines() if "total " in line)
+    for stage in ("load ", "text ", "denoise ", "decode ", "write "):
+        assert stage in timings
     assert "\x1b" not in result.err
 
 

@@ -120,6 +120,7 @@ def decibels(expected: torch.Tensor, found: torch.Tensor) -> float:
     return -10.0 * math.log10(float((expected - found).float().square().mean()) + 1e-30)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_tiles_are_those_of_diffusers() -> None:
     """To the bit, for odd numbers of tiles in every direction, and for tiles of a single frame at the end."""
