@@ -19,7 +19,9 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_dfr import LTX2DFRPipeline
 from family_cases import changed
 from family_parity import kept_after_steps, load_theirs, record_latents
 from models.ltx2.test_image_to_video import mixed_first, record_conditions
+from models.ltx2.test_second_stage import write_upsampler
 from PIL import Image
+from saved_runs import assert_same, finished
 from tables import table
 from tiny_ltx2 import VIDEO_CHANNELS
 
@@ -259,3 +261,12 @@ def test_lengths_are_whole_intervals_and_the_plan_counts_the_keyframes(tiny_fold
     free = [rules.resolve(request(keyframe_interval=each, sigmas=None)) for each in (None, 24)]
     assert free[0].flow_shift < free[1].flow_shift  # type: ignore[operator]
     assert [explain(prepared, each).num_text_tokens for each in (plain, made)] == [0, 2 * AREA]
+
+
+def test_drafts_with_keyframes_are_finished(tiny_folder25: Path, tmp_path: Path) -> None:
+    """Left in either stage and between them."""
+    ours = load(tiny_folder25, write_upsampler(tmp_path / "latent_upsampler"))
+    asked = request(height=128, width=192, num_frames=25, second_stage_sigmas=SECOND)
+    whole = ours(asked)
+    for stop in (1, 3, 4):
+        assert_same(finished(ours, asked, stop, tmp_path), whole)

@@ -18,6 +18,7 @@ from family_parity import kept_after_steps, load_theirs
 from models.ltx2.test_image_to_video import mixed_first, record_conditions
 from models.ltx2.test_second_stage import HALF, LEVELS, SIZE, load, packed, request, write_upsampler
 from PIL import Image
+from saved_runs import assert_same, finished
 from tables import table
 from tiny_ltx2 import ONE_SCALE
 
@@ -122,3 +123,25 @@ def test_images_in_part_of_two_stages_equal_diffusers(
         theirs_video = other[:, : video[0, 0].numel()].transpose(1, 2).unflatten(2, video.shape[2:])[:, :, first:]
         assert (mine - theirs_video).norm() <= 1e-4 * theirs_video.norm()
     assert numpy.abs(media.frames / 255 - frames[0]).max() <= 2 / 255
+
+
+@table(
+    "values",
+    [
+        {"second_stage_seed": 9, "second_stage_sampler": "euler_ancestral"},
+        {"noise": "comfyui", "second_stage_sampler": "euler_ancestral"},
+        {"strengths": {0: 0.7, 1: 1.0}, "second_stage_strength": 0.5},
+    ],
+)
+def test_drafts_whose_stages_differ_are_finished(
+    tiny_folder: Path, upsampler: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """Left in either stage and between them: noise of a stage's own, images that count otherwise."""
+    path = str(tmp_path / "image.png")
+    Image.fromarray(numpy.full((128, 192, 3), 99, dtype=numpy.uint8)).save(path)
+    strengths = values.pop("strengths", {})
+    texts = [f"{frame}:{path}@{strength}" for frame, strength in strengths.items()] or None
+    ours, asked = load(tiny_folder, upsampler), request(frame_conditions=texts, **values)
+    whole = ours(asked)
+    for stop in (1, 2, 4):
+        assert_same(finished(ours, asked, stop, tmp_path), whole)
