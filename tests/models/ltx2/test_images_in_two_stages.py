@@ -143,5 +143,6 @@ def test_drafts_whose_stages_differ_are_finished(
     texts = [f"{frame}:{path}@{strength}" for frame, strength in strengths.items()] or None
     ours, asked = load(tiny_folder, upsampler), request(frame_conditions=texts, **values)
     whole = ours(asked)
-    for stop in (1, 2, 4):
+    # Behind step 3 there is noise left to draw.
+    for stop in (1, 2, 3):
         assert_same(finished(ours, asked, stop, tmp_path), whole)
