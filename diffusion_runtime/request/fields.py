@@ -302,6 +302,16 @@ class Levels:
                 )
 
 
+def _whole_numbers(value: object) -> object:
+    """Return a list of whole numbers, one, or a text with commas between them, as a tuple; another value as it is."""
+    if isinstance(value, str):
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            return value
+    return tuple(value) if isinstance(value, list) else (value,) if type(value) is int else value
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Indices of transformer blocks, from 0; whether the model has them is its rules to check."""
@@ -311,12 +321,7 @@ class Blocks:
 
     def read(self, value: object) -> object:
         """Return a list of indices, one of them, or a text with commas between them, as a tuple."""
-        if isinstance(value, str):
-            try:
-                return tuple(int(part) for part in value.split(","))
-            except ValueError:
-                return value
-        return tuple(value) if isinstance(value, list) else (value,) if type(value) is int else value
+        return _whole_numbers(value)
 
     def __call__(self, name: str, value: object) -> None:
         numbers = value if isinstance(value, tuple) else ()
@@ -329,6 +334,7 @@ class Blocks:
             raise RequestError(f"{name}: expected each block once, got {shown(value)}")
 
 
+@dataclass(frozen=True)
 class Seeds:
     """Seeds in an order, one or several times the same."""
 
@@ -337,12 +343,7 @@ class Seeds:
 
     def read(self, value: object) -> object:
         """Return a list of seeds, one of them, or a text with commas between them, as a tuple."""
-        if isinstance(value, str):
-            try:
-                return tuple(int(part) for part in value.split(","))
-            except ValueError:
-                return value
-        return tuple(value) if isinstance(value, list) else (value,) if type(value) is int else value
+        return _whole_numbers(value)
 
     def __call__(self, name: str, value: object) -> None:
         numbers = value if isinstance(value, tuple) else ()
