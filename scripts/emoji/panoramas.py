@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -54,7 +55,7 @@ class Canvas:
         """Colours [3, height, 1] that change from v = top to v = bottom."""
         place = ((self.v - top) / (bottom - top)).clamp(0, 1)
         colours = torch.tensor(stops[0][1])[:, None, None].expand(3, self.height, 1)
-        for (low, _), (high, colour) in zip(stops, stops[1:], strict=False):
+        for (low, _), (high, colour) in pairwise(stops):
             share = ((place - low) / (high - low)).clamp(0, 1)[None]
             colours = colours + share * (torch.tensor(colour)[:, None, None] - colours)
         return colours
@@ -296,12 +297,14 @@ def draw_space(canvas: Canvas, time: str) -> None:  # noqa: ARG001 (one light on
     base = canvas.gradient(((0.0, (0.05, 0.02, 0.14)), (1.0, (0.16, 0.05, 0.28))), 0.0, 1.0)
     canvas.fill(base, torch.ones(1))
     for u, v, radius, colour in (
-        (0.15, 0.3, 0.35, (0.45, 0.16, 0.58)), (0.5, 0.7, 0.4, (0.20, 0.20, 0.62)), (0.8, 0.25, 0.35, (0.55, 0.15, 0.45)),
+        (0.15, 0.3, 0.35, (0.45, 0.16, 0.58)), (0.5, 0.7, 0.4, (0.20, 0.20, 0.62)),
+        (0.8, 0.25, 0.35, (0.55, 0.15, 0.45)),
     ):  # fmt: skip
         canvas.glow(u, v, radius, colour, 0.6)
     draw_stars(canvas, 8, 90, 1.0)
     for u, v, radius, colour, dark in (
-        (0.2, 1.12, 0.36, (0.95, 0.55, 0.35), (0.75, 0.36, 0.26)), (0.7, 0.14, 0.11, (0.45, 0.75, 0.85), (0.28, 0.5, 0.7)),
+        (0.2, 1.12, 0.36, (0.95, 0.55, 0.35), (0.75, 0.36, 0.26)),
+        (0.7, 0.14, 0.11, (0.45, 0.75, 0.85), (0.28, 0.5, 0.7)),
         (0.75, 1.16, 0.36, (0.55, 0.8, 0.62), (0.35, 0.58, 0.5)),
     ):  # fmt: skip
         canvas.disc(u, v, radius, dark)

@@ -1,7 +1,7 @@
 """The parts of an embedded model, untrained: a Wan in miniature that diffusers' own WanPipeline loads.
 
-A transformer of real Wan blocks with heads of 64, a VAE 8x in space and 4x in time, and UMT5 of two or three layers with
-a word-level tokenizer built from the captions' own vocabulary.
+A transformer of real Wan blocks with heads of 64, a VAE 8x in space and 4x in time, and UMT5 of two or three layers
+with a word-level tokenizer built from the captions' own vocabulary.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def build_text_encoder(vocab_size: int, sizes: Sizes = SHAPES_SIZES) -> UMT5Enco
 
 
 def embed_prompts(text_encoder: UMT5EncoderModel, token_ids: Tensor, length: int) -> Tensor:
-    """Prompt embeddings [B, length, text_dim] of padded ids [B, L <= length], zero past each prompt, as WanPipeline does."""
+    """Prompt embeddings [B, length, text_dim] of padded ids [B, L <= length], zero past each prompt as Wan's."""
     mask = token_ids != 0
     hidden = text_encoder(token_ids, mask.long()).last_hidden_state * mask[..., None]
     return torch.nn.functional.pad(hidden, (0, 0, 0, length - hidden.shape[1]))

@@ -37,6 +37,7 @@ KL_WEIGHT = 1e-4
 """Per latent element against a loss per pixel: enough to keep the latents smooth, too little to blur."""
 LOOK_EVERY, LOG_EVERY = 8, 100
 """Steps between two looks at the clock, and between two lines of the log."""
+MEASURED = (Bucket(29, 256, 8, 1.0), Bucket(29, 128, 32, 1.0), Bucket(1, 256, 64, 1.0))
 DRAFT_EVERY = 120.0
 """Seconds."""
 
@@ -287,9 +288,7 @@ def save_and_measure(
     log.write(
         event="latents", step=step, seconds=seconds, mean=[round(x, 4) for x in mean], std=[round(x, 4) for x in std]
     )
-    for bucket in (
-        [TOY_BUCKETS[0]] if toy else [Bucket(29, 256, 8, 1.0), Bucket(29, 128, 32, 1.0), Bucket(1, 256, 64, 1.0)]
-    ):
+    for bucket in TOY_BUCKETS[:1] if toy else MEASURED:
         sheet = out / f"vae_{bucket.name}.png" if bucket.num_frames > 1 else None
         log.write(event="sharpness", bucket=bucket.name, **measure_sharpness(vae, device, world, bucket, sheet))
     if world is not SHAPES:

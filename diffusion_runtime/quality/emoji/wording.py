@@ -11,7 +11,7 @@ def _sideways(side: str, *verbs: str) -> tuple[str, ...]:
 
 MOTIONS: dict[str, tuple[str, ...]] = {
     "still": ("standing still", "not moving", "staying still", "resting", "waiting", "motionless", "sitting still"),
-    **{side: (*_sideways(side, "moving", "going", "moves", "goes", "heading"),) for side in _SIDES},
+    **{side: _sideways(side, "moving", "going", "moves", "goes", "heading") for side in _SIDES},
     "up": ("moving up", "going up", "flying up", "rising", "moves up", "goes up", "moving upwards", "floating up"),
     "down": (
         "moving down",
