@@ -2,6 +2,7 @@
 
 python -m scripts.train_embedded.evaluate FOLDER --prompts 512 --out accuracy.json
 python -m scripts.train_embedded.evaluate FOLDER --prompts 256 --sweep euler:12:3:5 unipc:12:3:5 --bf16
+python -m scripts.train_embedded.evaluate FOLDER --judge detector.safetensors ...      # the world `emoji`
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +24,18 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from diffusion_runtime.quality.emoji import prompts as emoji_prompts
+from diffusion_runtime.quality.emoji import scoring as emoji_scoring
+from diffusion_runtime.quality.emoji.detector import Detector
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
 from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind, evaluation_prompts
-from diffusion_runtime.quality.shapes.scoring import Accuracy, CheckClips, Generate, evaluate
+from diffusion_runtime.quality.shapes.scoring import CheckClips, Generate, evaluate
 from scripts.train_embedded.clip_vae import WholeClipVae
 from scripts.train_embedded.contact_sheet import save_sheet
 from scripts.train_embedded.export import SamplerScheduler, build_scheduler
 from scripts.train_embedded.sampling import Sampler, SamplerSettings
+from scripts.train_embedded.train_judge import load_detector
 from scripts.train_embedded.train_vae import clip_to_frames
 
 
@@ -93,15 +99,60 @@ def parallel_checker(pool: ProcessPoolExecutor) -> CheckClips:
     return check
 
 
+Figures = dict[str, dict[str, float]]
+"""Per part of a verdict: right, total, rate, and its 95 % interval."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a model's clips are worth on seeded prompts."""
+
+    accuracy: Figures
+    wrong: list[str]
+    """Prompts whose clips are wrong, and the verdicts."""
+
+
+Examine = Callable[[Generate, PromptKind, int, int, bool], Examined]
+"""(generate, kind, prompts, batch size, whether images) -> figures."""
+
+
+def _wrong(prompts: Sequence[Any], verdicts: Sequence[Any]) -> list[str]:
+    pairs = zip(prompts, verdicts, strict=True)
+    return [f"{prompt.text!r}: {verdict}" for prompt, verdict in pairs if not verdict.joint]
+
+
+def examine_shapes(check: CheckClips) -> Examine:
+    """The checker of the world `shapes`."""
+
+    def examine(generate: Generate, kind: PromptKind, count: int, batch_size: int, image: bool) -> Examined:
+        prompts = evaluation_prompts(kind, count, image=image)
+        accuracy, verdicts = evaluate(generate, prompts, batch_size=batch_size, check=check)
+        return Examined(accuracy.to_dict(), _wrong(prompts, verdicts))
+
+    return examine
+
+
+def examine_emoji(detector: Detector) -> Examine:
+    """The judge of the world `emoji`."""
+
+    def examine(generate: Generate, kind: PromptKind, count: int, batch_size: int, image: bool) -> Examined:
+        prompts = emoji_prompts.evaluation_prompts(kind, count, image=image)
+        verdicts = emoji_scoring.evaluate(generate, prompts, detector, batch_size=batch_size)
+        accuracy = {part: asdict(each) for part, each in emoji_scoring.summarise(verdicts).items()}
+        return Examined(accuracy, _wrong(prompts, verdicts))
+
+    return examine
+
+
 def measure(
     model: Model,
     setting: Setting,
     shape: SamplerSettings,
     kind: PromptKind,
     count: int,
-    check: CheckClips,
+    examine: Examine,
     sheet: Path | None,
-) -> Accuracy:
+) -> Figures:
     """Accuracy of one setting on one kind of prompts; the first clips go to a contact sheet."""
     scheduler = build_scheduler(setting.scheduler, setting.shift)
     settings = replace(shape, num_steps=setting.num_steps, guidance=setting.guidance)
@@ -114,17 +165,11 @@ def measure(
         return frames
 
     run: Generate = generate
-    prompts = evaluation_prompts(kind, count, image=shape.num_frames == 1)
-    accuracy, verdicts = evaluate(run, prompts, batch_size=128 if shape.size <= 256 else 32, check=check)
+    examined = examine(run, kind, count, 128 if shape.size <= 256 else 32, shape.num_frames == 1)
     if sheet is not None:
-        save_sheet(sheet, kept[:16])
-        wrong = [
-            f"{prompt.text!r}: {verdict}"
-            for prompt, verdict in zip(prompts, verdicts, strict=True)
-            if not verdict.joint
-        ]
-        sheet.with_suffix(".txt").write_text("\n".join(wrong) + "\n")
-    return accuracy
+        save_sheet(sheet, kept[:16], size=160)
+        sheet.with_suffix(".txt").write_text("\n".join(examined.wrong) + "\n")
+    return examined.accuracy
 
 
 def main() -> None:
@@ -136,6 +181,7 @@ def main() -> None:
     parser.add_argument("--sweep", nargs="+", type=Setting.parse, default=[Setting("unipc", 12, 3.0, 5.0)])
     parser.add_argument("--shapes", nargs="+", default=["29x256"], help="frames x size, such as 29x128 1x256")
     parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--judge", type=Path, help="detector.safetensors: the folder's world is `emoji`")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16, for sweeps")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sheets", type=Path, help="folder for contact sheets and lists of wrong prompts")
@@ -146,7 +192,10 @@ def main() -> None:
     results: list[dict[str, object]] = []
     workers = os.cpu_count() or 1
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        check = parallel_checker(pool)
+        if arguments.judge is None:
+            examine = examine_shapes(parallel_checker(pool))
+        else:
+            examine = examine_emoji(load_detector(arguments.judge, device))
         model = Model(arguments.folder, device, bf16=arguments.bf16)
         for setting in arguments.sweep:
             for shape_name in arguments.shapes:
@@ -158,13 +207,13 @@ def main() -> None:
                     if arguments.sheets is not None:
                         arguments.sheets.mkdir(parents=True, exist_ok=True)
                         sheet = arguments.sheets / f"{kind}_{shape_name}_{str(setting).replace(':', '_')}.png"
-                    accuracy = measure(model, setting, shape, kind, arguments.prompts, check, sheet)
-                    rates = {name: round(part["rate"], 3) for name, part in accuracy.to_dict().items()}
+                    accuracy = measure(model, setting, shape, kind, arguments.prompts, examine, sheet)
+                    rates = {name: round(part["rate"], 3) for name, part in accuracy.items()}
                     print(
                         f"{setting!s:18} {shape_name:8} {kind:12} {rates} {time.monotonic() - start:.1f} s", flush=True
                     )
                     figures = {"setting": str(setting), "shape": shape_name, "kind": kind}
-                    results.append(figures | {"prompt_tokens": arguments.prompt_tokens, "accuracy": accuracy.to_dict()})
+                    results.append(figures | {"prompt_tokens": arguments.prompt_tokens, "accuracy": accuracy})
                     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind
-from diffusion_runtime.quality.shapes.scoring import CheckClips
-from scripts.train_embedded.evaluate import Model, Setting, measure, parallel_checker
+from scripts.train_embedded.evaluate import Examine, Model, Setting, examine_shapes, measure, parallel_checker
 from scripts.train_embedded.export import build_scheduler
 from scripts.train_embedded.sampling import SamplerSettings
 
@@ -45,7 +44,7 @@ def record(
     tokens: int,
     kind: PromptKind,
     count: int,
-    check: CheckClips,
+    examine: Examine,
     sheets: Path,
 ) -> dict[str, Any]:
     """Measure once, print a line, return the figures."""
@@ -53,7 +52,7 @@ def record(
     num_frames, size = (int(part) for part in shape_name.split("x"))
     shape = SamplerSettings(1, 1.0, num_frames, size, tokens)
     sheet = sheets / f"{kind}_{shape_name}.png" if tokens == 64 and count >= 128 else None
-    accuracy = measure(model, setting, shape, kind, count, check, sheet).to_dict()
+    accuracy = measure(model, setting, shape, kind, count, examine, sheet)
     rates = {name: round(part["rate"], 3) for name, part in accuracy.items()}
     print(f"{setting!s:16} {shape_name:7} {tokens:3} {kind:11} {rates} {time.monotonic() - start:.1f} s", flush=True)
     return {"setting": str(setting), "shape": shape_name, "prompt_tokens": tokens, "kind": kind, "accuracy": accuracy}
@@ -75,12 +74,12 @@ def main() -> None:
     sweep: list[dict[str, Any]] = []
     final: list[dict[str, Any]] = []
     with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        check = parallel_checker(pool)
+        examine = examine_shapes(parallel_checker(pool))
         fast = Model(arguments.folder, device, bf16=True)
         kinds: tuple[PromptKind, ...] = ("one_object", "two_objects")
         for setting in SWEEP:
             sweep += [
-                record(fast, setting, "29x256", 64, kind, arguments.sweep_prompts, check, sheets) for kind in kinds
+                record(fast, setting, "29x256", 64, kind, arguments.sweep_prompts, examine, sheets) for kind in kinds
             ]
         joint = {str(s): sum(r["accuracy"]["joint"]["rate"] for r in sweep if r["setting"] == str(s)) for s in SWEEP}
         chosen = max(SWEEP, key=lambda setting: joint[str(setting)])
@@ -91,7 +90,7 @@ def main() -> None:
             for kind in PROMPT_KINDS:
                 if time.monotonic() - started > arguments.seconds:
                     continue
-                final.append(record(exact, chosen, shape_name, tokens, kind, count, check, sheets))
+                final.append(record(exact, chosen, shape_name, tokens, kind, count, examine, sheets))
                 result = {"chosen": str(chosen), "sweep": sweep, "final": final}
                 (arguments.out / "accuracy.json").write_text(json.dumps(result, indent=1) + "\n")
 
