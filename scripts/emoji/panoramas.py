@@ -326,19 +326,25 @@ PAINTERS: dict[str, Callable[[Canvas, str], None]] = {
 
 
 @cache
+def _drawn() -> Tensor:
+    """[scenes * times, 3, HEIGHT, WIDTH] on the CPU."""
+    drawn: list[Tensor] = []
+    for scene in SCENE_NAMES:
+        for index, time in enumerate(TIME_NAMES):
+            if scene == "space" and index:
+                drawn.append(drawn[-1])
+                continue
+            canvas = Canvas()
+            PAINTERS[scene](canvas, time)
+            drawn.append(canvas.shrunk())
+    return torch.stack(drawn)
+
+
+@cache
 def panoramas(height: int, device: str) -> Tensor:
     """[scenes, times, 3, height, 2 * height], 0 to 1; `space` looks the same at every time."""
-    if height == HEIGHT:
-        drawn: list[Tensor] = []
-        for scene in SCENE_NAMES:
-            for index, time in enumerate(TIME_NAMES):
-                if scene == "space" and index:
-                    drawn.append(drawn[-1])
-                    continue
-                canvas = Canvas()
-                PAINTERS[scene](canvas, time)
-                drawn.append(canvas.shrunk())
-        return torch.stack(drawn).unflatten(0, (len(SCENE_NAMES), len(TIME_NAMES))).to(device)
-    full = panoramas(HEIGHT, "cpu").flatten(0, 1)
-    other = F.interpolate(full, size=(height, 2 * height), mode="bilinear", antialias=True, align_corners=False)
-    return other.clamp(0, 1).unflatten(0, (len(SCENE_NAMES), len(TIME_NAMES))).to(device)
+    pictures = _drawn()
+    if height != HEIGHT:
+        size = (height, 2 * height)
+        pictures = F.interpolate(pictures, size=size, mode="bilinear", antialias=True, align_corners=False).clamp(0, 1)
+    return pictures.unflatten(0, (len(SCENE_NAMES), len(TIME_NAMES))).to(device)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusion_runtime.quality.emoji.attributes import GROUNDED
 from diffusion_runtime.quality.emoji.scene import (
     BOUNCING,
     DOWN,
@@ -22,6 +21,7 @@ from diffusion_runtime.quality.emoji.scene import (
     UP,
     SceneBatch,
     hop_height,
+    is_grounded,
 )
 from diffusion_runtime.quality.emoji.things import THINGS
 from scripts.emoji.atlas import SPRITE, read_atlas
@@ -38,12 +38,14 @@ NUM_LEVELS = 3
 
 @dataclass(frozen=True)
 class Poses:
-    """Where things are in every frame, each [B, frames, 2] or with (x, y) behind."""
+    """Where things are in every frame, and how large."""
 
     centre: Tensor
     """[B, frames, 2, 2], half-sides."""
     half: Tensor
     """[B, frames, 2, 2]: half the width and half the height, half-sides; the width is negative when mirrored."""
+    grounded: Tensor
+    """[B] bool, whether they stand on a ground."""
 
 
 def poses(scenes: SceneBatch, num_frames: int) -> Poses:
@@ -70,11 +72,11 @@ def poses(scenes: SceneBatch, num_frames: int) -> Poses:
     half_width = radius * scale * width * (1 + 0.6 * squash)
     half_height = radius * scale * (1 - squash)
     # On a ground, the lower side stays where it is.
-    grounded = torch.tensor(GROUNDED, device=device)[scenes.scene][:, None, None]
-    sunk = torch.where(grounded | (motion == BOUNCING), radius - half_height, 0.0)
+    grounded = is_grounded(scenes.scene)
+    sunk = torch.where(grounded[:, None, None] | (motion == BOUNCING), radius - half_height, 0.0)
     centre = torch.stack([centre[..., 0].expand_as(sunk), centre[..., 1] + sunk], dim=-1)
     half_width = half_width * torch.where(scenes.mirrored[:, None], -1.0, 1.0)
-    return Poses(centre, torch.stack([half_width, half_height], dim=-1))
+    return Poses(centre, torch.stack([half_width, half_height], dim=-1), grounded)
 
 
 @cache
@@ -112,9 +114,8 @@ def compose(scenes: SceneBatch, placed: Poses, pictures: Tensor, behind: Tensor,
     axis = (torch.arange(size, device=device, dtype=torch.float32) + 0.5) * (2.0 / size) - 1.0
     y, x = axis[:, None], axis[None, :]
     frames = behind[:, None].expand(-1, num_frames, -1, -1, -1)
-    grounded = torch.tensor(GROUNDED, device=device)[scenes.scene]
     for slot in range(MAX_OBJECTS):
-        stands = grounded & (scenes.num_objects > slot)
+        stands = placed.grounded & (scenes.num_objects > slot)
         stands = stands & (scenes.motion[:, slot] != UP) & (scenes.motion[:, slot] != DOWN)
         ground = (scenes.start[:, slot, 1] + scenes.radius[:, slot])[:, None]
         height = (ground - placed.centre[:, :, slot, 1] - placed.half[:, :, slot, 1]).clamp(min=0.0)

@@ -77,7 +77,7 @@ case $stage in
     first) vae & judge & wait ;;
     vae) vae ;;
     judge) judge ;;
-    transformer) train "$STATE/transformer" "${MINUTES_TRANSFORMER:-9.2}" ;;
+    transformer) train "$STATE/transformer" "${MINUTES_TRANSFORMER:-9.2}" --end 4e-4 --keep-auxiliary ;;
     continue) train "$STATE/continued" "${MINUTES_CONTINUED:-6.0}" --init "${INIT:-$STATE/transformer/transformer.pt}" \
         --seed 7 --peak 1e-3 --end 1e-5 --late ;;
     evaluate) evaluate "${FOLDER:-$STATE/continued}" ;;

@@ -34,7 +34,7 @@ def moments(scenes: SceneBatch, generator: torch.Generator, size: int) -> tuple[
     count = len(scenes)
     frame = torch.randint(NUM_MOMENTS, (count,), generator=generator, device=generator.device)
     rows = torch.arange(count, device=generator.device)
-    own = Poses(placed.centre[rows, frame][:, None], placed.half[rows, frame][:, None])
+    own = Poses(placed.centre[rows, frame][:, None], placed.half[rows, frame][:, None], placed.grounded)
     frames, _ = compose(scenes, own, pick_pictures(scenes, own, size), background(scenes, size), size)
     return frames[:, 0].permute(0, 3, 1, 2), own
 
@@ -63,7 +63,9 @@ def training_frames(count: int, generator: torch.Generator, two: float = 0.7) ->
     small, first = moments(scenes.select(slice(0, half)), generator, FRAME)
     large, second = moments(scenes.select(slice(half, count)), generator, 2 * FRAME)
     frames = worsen(torch.cat([small, F.avg_pool2d(large, 2)]), generator)
-    placed = Poses(torch.cat([first.centre, second.centre]), torch.cat([first.half, second.half]))
+    placed = Poses(
+        *(torch.cat([getattr(first, part), getattr(second, part)]) for part in ("centre", "half", "grounded"))
+    )
     return frames * 2 - 1, scenes, placed
 
 

@@ -129,6 +129,8 @@ class TransformerTraining:
             tuple(map(len, world.vocabulary.values())),
             world.hidden_block,
         ).to(device)
+        if init is not None and "heads" in states:
+            self.heads.load_state_dict(states["heads"])
         self._parameters = [*self.transformer.parameters(), *self.text_encoder.parameters()]
         self._trained = [*self._parameters, *self.heads.parameters()]
         ranks.align(self._trained)
@@ -178,11 +180,15 @@ class TransformerTraining:
         return self._ranks.align(self._trained)
 
     def save(self, path: Path) -> None:
-        """The averaged weights, bfloat16, written whole or not at all."""
+        """The averaged weights and the heads of the auxiliary losses, bfloat16, written whole or not at all."""
         self._average.swap()
         states = {
             name: {key: value.detach().to("cpu", torch.bfloat16) for key, value in part.state_dict().items()}
-            for name, part in (("transformer", self.transformer), ("text_encoder", self.text_encoder))
+            for name, part in (
+                ("transformer", self.transformer),
+                ("text_encoder", self.text_encoder),
+                ("heads", self.heads),
+            )
         }
         self._average.swap()
         torch.save(states, path.with_suffix(".partial"))
@@ -203,7 +209,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--muon-factor", type=float, default=2.0, help="Muon's learning rate over AdamW's")
     parser.add_argument("--end", type=float, default=2e-5)
     parser.add_argument("--late", action="store_true", help="the mixture of shapes at the end, from the start on")
-    parser.add_argument("--no-auxiliary", action="store_true", help="the error alone")
+    parser.add_argument("--keep-auxiliary", action="store_true", help="do not fade the auxiliary losses: more follows")
     parser.add_argument("--toy", action="store_true", help="tiny clips, for a dry run on a CPU")
     return parser.parse_args()
 
@@ -245,7 +251,7 @@ def train(
                 break
             pool.refresh(bucket.encode_batch)
         rate = cosine(progress, arguments.peak, arguments.end)
-        loss = training.step(bucket, pool, rate, 0.0 if arguments.no_auxiliary else fade(progress))
+        loss = training.step(bucket, pool, rate, 1.0 if arguments.keep_auxiliary else fade(progress))
         errors.setdefault(bucket.name, []).append(loss.error.mean())
         scores.add(loss.scores)
         step, samples = step + 1, samples + bucket.batch * ranks.count

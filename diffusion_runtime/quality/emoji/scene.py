@@ -6,6 +6,8 @@ Lengths are in half-sides: the frame spans -1 to 1 in x and in y, so a radius of
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,15 @@ NUM_CANDIDATES = 48
 SPARE = 1.6
 """Scenes drawn for each that is kept: those whose things would meet are thrown away."""
 STILL, LEFT, RIGHT, UP, DOWN, BOUNCING, SPINNING, GROWING = range(len(MOTION_NAMES))
+
+
+_FACING = tuple(each.faces for each in THINGS)
+
+
+@cache
+def _constant(values: tuple[Any, ...], device: str) -> Tensor:
+    """A table on a device, sent there once: sending waits for all that the device has still to do."""
+    return torch.tensor(values, device=device)
 
 
 @dataclass(frozen=True)
@@ -133,17 +144,17 @@ def sample_scenes(count: int, generator: torch.Generator, settings: SceneSetting
     # A fixed share has two things, however many of those are thrown away.
     two = uniform(drawn) < settings.two_object_fraction
     scene = whole(len(SCENE_NAMES), drawn)
-    weights = torch.tensor(TIME_WEIGHTS, device=device)
+    weights = _constant(TIME_WEIGHTS, str(device))
     time = torch.multinomial(weights, drawn, replacement=True, generator=generator)
     thing, motion = _sample_pairs(scene, generator, settings)
-    sizes = torch.tensor(SIZE_WEIGHTS, device=device)
+    sizes = _constant(SIZE_WEIGHTS, str(device))
     size = torch.multinomial(sizes, 2 * drawn, replacement=True, generator=generator).view(drawn, 2)
     ranges = torch.where(
-        two[:, None, None], torch.tensor(RADIUS_TWO, device=device)[size], torch.tensor(RADIUS_ONE, device=device)[size]
+        two[:, None, None], _constant(RADIUS_TWO, str(device))[size], _constant(RADIUS_ONE, str(device))[size]
     )
     radius = ranges[..., 0] + (ranges[..., 1] - ranges[..., 0]) * uniform(drawn, 2)
     start, travel, valid = _sample_placement(motion, radius, scene, two, generator)
-    facing = torch.tensor([each.faces for each in THINGS], device=device)[thing]
+    facing = _constant(_FACING, str(device))[thing]
     mirrored = ((motion == RIGHT) & (facing == -1)) | ((motion == LEFT) & (facing == 1))
     batch = SceneBatch(
         num_objects=1 + two.long(),
@@ -199,6 +210,11 @@ def _sample_pairs(scene: Tensor, generator: torch.Generator, settings: SceneSett
     return torch.stack([first, second], dim=1), torch.stack([moves, torch.where(alike, moves, own)], dim=1)
 
 
+def is_grounded(scene: Tensor) -> Tensor:
+    """Whether things stand on a ground there, bool of the same shape."""
+    return _constant(GROUNDED, str(scene.device))[scene]
+
+
 def held_out_motion_of(thing: Tensor, scene: Tensor) -> Tensor:
     """`held_out_motion` of tensors of indices."""
     return torch.as_tensor(held_out_motion(thing, scene))  # type: ignore[arg-type]
@@ -215,20 +231,20 @@ def _sample_placement(
         return torch.rand(shape, generator=generator, device=device)
 
     motion, radius, scene = motion[:, None], radius[:, None], scene[:, None, None]
-    ranges = torch.where(
-        two[:, None], torch.tensor(TRAVEL_TWO, device=device), torch.tensor(TRAVEL_ONE, device=device)
-    )[:, None, None]
+    ranges = torch.where(two[:, None], _constant(TRAVEL_TWO, str(device)), _constant(TRAVEL_ONE, str(device)))[
+        :, None, None
+    ]
     distance = ranges[..., 0] + (ranges[..., 1] - ranges[..., 0]) * uniform()
     room = 1.0 - FRAME_MARGIN - radius
     distance = torch.minimum(distance, 2 * room)
-    directions = torch.tensor(MOTION_DIRECTIONS, device=device, dtype=torch.float32)[motion]
+    directions = _constant(MOTION_DIRECTIONS, str(device)).float()[motion]
     travel = directions * distance[..., None]
     hop = torch.minimum(HOP_RANGE[0] + (HOP_RANGE[1] - HOP_RANGE[0]) * uniform(), 2 * room)
     bouncing = (motion == BOUNCING).expand(shape)
     travel = torch.where(bouncing[..., None], torch.stack([torch.zeros_like(hop), -hop], dim=-1), travel)
     low = -room[..., None] - travel.clamp(max=0.0)
     high = room[..., None] - travel.clamp(min=0.0)
-    grounded = torch.tensor(GROUNDED, device=device)[scene]
+    grounded = is_grounded(scene)
     # The lowest point of the motion stands on the ground.
     lowest = travel[..., 1].clamp(min=0.0)
     feet_low, feet_high = (bound - radius - lowest for bound in GROUND_RANGE)
@@ -269,7 +285,7 @@ def hop_height(time: Tensor) -> Tensor:
 def _places(start: Tensor, travel: Tensor, scene: Tensor, motion: Tensor, two: Tensor) -> Tensor:
     """[B, 2] index into PLACE_NAMES: where a thing is in the frame or, of two, beside or above the other."""
     middle = start + travel / 2
-    grounded = torch.tensor(GROUNDED, device=start.device)[scene][:, None]
+    grounded = is_grounded(scene)[:, None]
     across = (motion == LEFT) | (motion == RIGHT)
     along = (motion == UP) | (motion == DOWN) | (motion == BOUNCING)
     x, y = middle[..., 0], middle[..., 1]
@@ -289,5 +305,5 @@ def _places(start: Tensor, travel: Tensor, scene: Tensor, motion: Tensor, two: T
     pairs = [(left_first, 1, 2), (right_first, 2, 1), (top_first, 3, 4), (bottom_first, 4, 3)]
     relative = none
     for found, first, second in reversed(pairs):
-        relative = torch.where(found, torch.tensor([[first, second]], device=start.device), relative)
+        relative = torch.where(found, _constant(((first, second),), str(start.device)), relative)
     return torch.where(two[:, None], relative, place)
