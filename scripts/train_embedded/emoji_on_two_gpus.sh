@@ -24,13 +24,15 @@ vae() {
         --out "$STATE" "${toy[@]}" > "$STATE/vae.txt" 2>&1
     say "VAE ended with $?"
     tail -n 4 "$STATE/vae.txt"
+    # A call that was cut off leaves the draft of the last two minutes.
+    [ -f "$STATE/vae.pt" ] || cp "$STATE/vae_draft.pt" "$STATE/vae.pt"
     cp "$STATE"/vae.pt "$STATE"/vae_log.jsonl "$OUT"/
     cp "$STATE"/vae_29x256.png "$OUT"/ 2> /dev/null || cp "$STATE"/vae_*.png "$OUT"/
 }
 
 judge() {
     say "judge begins"
-    CUDA_VISIBLE_DEVICES=1 "$PYTHON" -m $here.train_judge --minutes "${MINUTES_JUDGE:-3.8}" \
+    CUDA_VISIBLE_DEVICES=1 "$PYTHON" -m $here.train_judge --minutes "${MINUTES_JUDGE:-3.6}" \
         --out "$STATE" "${toy[@]}" ${TOY:+--clips 8} > "$STATE/judge.txt" 2>&1
     say "judge ended with $?"
     tail -n 4 "$STATE/judge.txt"
@@ -57,11 +59,11 @@ evaluate() {   # FOLDER
         --scheduler unipc --shift 14
     say "evaluation begins"
     local judged=(--judge "$STATE/detector.safetensors" --bf16)
-    CUDA_VISIBLE_DEVICES=0 timeout "${SECONDS_EVALUATE:-130}" "$PYTHON" -m $here.evaluate "$STATE/model" "${judged[@]}" \
+    CUDA_VISIBLE_DEVICES=0 timeout "${SECONDS_EVALUATE:-150}" "$PYTHON" -m $here.evaluate "$STATE/model" "${judged[@]}" \
         --prompts "$few" --kinds one_object two_objects --shapes "$shape" --out "$STATE/sweep.json" \
         --sweep unipc:12:2:8 unipc:12:3:14 unipc:8:2:14 unipc:12:1.5:14 unipc:24:2:14 unipc:8:3:8 unipc:12:4:8 \
         > "$STATE/sweep.txt" 2>&1 &
-    CUDA_VISIBLE_DEVICES=1 timeout "${SECONDS_EVALUATE:-130}" "$PYTHON" -m $here.evaluate "$STATE/model" "${judged[@]}" \
+    CUDA_VISIBLE_DEVICES=1 timeout "${SECONDS_EVALUATE:-150}" "$PYTHON" -m $here.evaluate "$STATE/model" "${judged[@]}" \
         --prompts "$prompts" --sweep unipc:12:2:14 --shapes "$shape" "$small" "$image" --out "$STATE/accuracy.json" \
         --sheets "$STATE/sheets" > "$STATE/accuracy.txt" 2>&1 &
     wait
@@ -78,7 +80,7 @@ case $stage in
     vae) vae ;;
     judge) judge ;;
     transformer) train "$STATE/transformer" "${MINUTES_TRANSFORMER:-9.2}" --end 4e-4 --keep-auxiliary ;;
-    continue) train "$STATE/continued" "${MINUTES_CONTINUED:-6.0}" --init "${INIT:-$STATE/transformer/transformer.pt}" \
+    continue) train "$STATE/continued" "${MINUTES_CONTINUED:-5.8}" --init "${INIT:-$STATE/transformer/transformer.pt}" \
         --seed 7 --peak 1e-3 --end 1e-5 --late ;;
     evaluate) evaluate "${FOLDER:-$STATE/continued}" ;;
     finish) "$0" continue && "$0" evaluate ;;

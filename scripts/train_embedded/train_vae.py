@@ -168,8 +168,8 @@ class VaeTraining:
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
         self.average = Average(self._parameters, decay=0.998)
 
-    def backward(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Gradients of one batch; the reconstruction loss and the divergence."""
+    def backward(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one batch; the reconstruction loss, the divergence, and the mean squared error."""
         with torch.no_grad():
             clip, covered = training_clips(bucket, self._generator, self._renderer, self._world)
             weights = self._weigh(clip, covered, self._world.vae)
@@ -181,13 +181,14 @@ class VaeTraining:
         pixel = self._measure(decoded, clip, weights)
         divergence = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).mean()
         (pixel + KL_WEIGHT * divergence).backward()
-        return pixel.detach(), divergence.detach()
+        squared = F.mse_loss(decoded.detach().float(), clip)
+        return pixel.detach(), divergence.detach(), squared
 
     def warm_up(self, buckets: tuple[Bucket, ...], log: Log) -> None:
         """Compile and choose kernels for every shape, without an update."""
         for bucket in buckets:
             since = time.monotonic()
-            loss, _ = self.backward(bucket)
+            loss, _, _ = self.backward(bucket)
             self._optimizer.zero_grad(set_to_none=True)
             log.write(event="warm", bucket=bucket.name, loss=float(loss), seconds=time.monotonic() - since)
 
@@ -195,13 +196,13 @@ class VaeTraining:
         """One update; what to log."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        pixel, divergence = self.backward(bucket)
+        pixel, divergence, squared = self.backward(bucket)
         self._average_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.average.update()
-        return {"loss": pixel, "kl": divergence, "norm": norm}
+        return {"loss": pixel, "kl": divergence, "norm": norm, "psnr": -10 * torch.log10(squared / 4)}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -282,6 +283,8 @@ def save_and_measure(
     vae: WholeClipVae, log: Log, out: Path, device: str, step: int, seconds: float, world: World = SHAPES, *, toy: bool
 ) -> None:
     """Write vae.pt first, then the reconstruction scores."""
+    # Choosing kernels for a handful of batches would take longer than they do.
+    torch.backends.cudnn.benchmark = False
     statistics = Bucket(5, 48, 2, 1.0) if toy else Bucket(29, 256, 16, 1.0)
     mean, std = measure_latents(vae, device, statistics, 2 if toy else 16, world)
     save_state(vae.vae, out / "vae.pt", (mean, std))

@@ -30,7 +30,8 @@ class _Residual(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+        changed: Tensor = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+        return x + changed
 
 
 @dataclass(frozen=True)

@@ -81,17 +81,17 @@ def read_clips(detector: Detector, clips: Tensor) -> list[Reading]:
     device = next(detector.parameters()).device
     num_frames = clips.shape[1]
     parts, scenes, times = [], [], []
-    for frames in clips.flatten(0, 1).split(FRAMES_AT_ONCE):
+    for frames in torch.split(clips.flatten(0, 1), FRAMES_AT_ONCE):
         maps = detector(prepare(frames.to(device)))
         parts.append(detect(maps))
         scenes.append(maps.scene.float())
         times.append(maps.time.float())
     score, box, thing = (
-        torch.cat([getattr(part, name) for part in parts]).cpu().unflatten(0, (-1, num_frames))
+        torch.unflatten(torch.cat([getattr(part, name) for part in parts]).cpu(), 0, (-1, num_frames))
         for name in ("score", "box", "thing")
     )
     scene, time = (
-        torch.cat(each).log_softmax(dim=1).unflatten(0, (-1, num_frames)).mean(1) for each in (scenes, times)
+        torch.unflatten(torch.cat(each).log_softmax(dim=1), 0, (-1, num_frames)).mean(1) for each in (scenes, times)
     )
     return [
         _read_clip(Detections(score[row], box[row], thing[row]), SCENE_NAMES[int(scene[row].argmax())],
