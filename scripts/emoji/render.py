@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -140,14 +139,8 @@ def compose(scenes: SceneBatch, placed: Poses, pictures: Tensor, behind: Tensor,
     return frames.clamp(0, 1).permute(0, 1, 3, 4, 2), torch.stack(covered, dim=1)
 
 
-Compose = Callable[[SceneBatch, Poses, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-
-
-def render_slots(scenes: SceneBatch, num_frames: int, size: int, compose: Compose = compose) -> tuple[Tensor, Tensor]:
-    """Frames [B, frames, size, size, 3] in 0 to 1 and each thing's own coverage [B, 2, frames, size, size] in 0 to 1.
-
-    compose: the same function, compiled.
-    """
+def render_slots(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:
+    """Frames [B, frames, size, size, 3] in 0 to 1 and each thing's own coverage [B, 2, frames, size, size] in 0 to 1."""
     placed = poses(scenes, num_frames)
     pictures = pick_pictures(scenes, placed, size)
     return compose(scenes, placed, pictures, background(scenes, size), size)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +28,6 @@ from scripts.train_embedded.vae_buckets import TOY_BUCKETS, Bucket, VaeRecipe
 from scripts.train_embedded.world import SHAPES, WORLDS, World
 from scripts.train_embedded.world_parts import Renderer
 
-Compilable = TypeVar("Compilable", bound=Callable[..., object])
 TWO_OBJECT_FRACTION = 0.7
 GRADIENT_WEIGHT = 0.5
 KL_WEIGHT = 1e-4
@@ -156,12 +153,9 @@ class VaeTraining:
         if cuda:
             channels_last(self.module)
 
-        def compiled(function: Compilable) -> Compilable:
-            return torch.compile(function, dynamic=True) if cuda else function  # type: ignore[return-value]
-
-        self._vae = WholeClipVae(self.module, compiled(normalise_and_activate))
-        self._renderer, self._weigh = world.renderer(cuda), compiled(loss_weights)
-        self._measure = compiled(reconstruction_loss)
+        activate = torch.compile(normalise_and_activate, dynamic=True) if cuda else normalise_and_activate
+        self._vae = WholeClipVae(self.module, activate)
+        self._renderer = world.renderer(cuda)
         self._parameters = list(self.module.parameters())
         ranks.align(self._parameters)
         self._average_gradients = GradientAverage(self._parameters, ranks)
@@ -172,13 +166,13 @@ class VaeTraining:
         """Gradients of one batch; the reconstruction loss, the divergence, and the mean squared error."""
         with torch.no_grad():
             clip, covered = training_clips(bucket, self._generator, self._renderer, self._world)
-            weights = self._weigh(clip, covered, self._world.vae)
+            weights = loss_weights(clip, covered, self._world.vae)
         with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._device == "cuda"):
             mean, log_variance = self._vae.encode(clip)
             mean, log_variance = mean.float(), log_variance.float().clamp(-20, 10)
             latents = mean + torch.exp(0.5 * log_variance) * torch.randn_like(mean)
             decoded = self._vae.decode(latents)
-        pixel = self._measure(decoded, clip, weights)
+        pixel = reconstruction_loss(decoded, clip, weights)
         divergence = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).mean()
         (pixel + KL_WEIGHT * divergence).backward()
         squared = F.mse_loss(decoded.detach().float(), clip)
