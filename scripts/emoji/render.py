@@ -140,7 +140,7 @@ def compose(scenes: SceneBatch, placed: Poses, pictures: Tensor, behind: Tensor,
 
 
 def render_slots(scenes: SceneBatch, num_frames: int, size: int) -> tuple[Tensor, Tensor]:
-    """Frames [B, frames, size, size, 3] in 0 to 1 and each thing's own coverage [B, 2, frames, size, size] in 0 to 1."""
+    """Frames [B, frames, size, size, 3] and coverage of each thing [B, 2, frames, size, size], both in 0 to 1."""
     placed = poses(scenes, num_frames)
     pictures = pick_pictures(scenes, placed, size)
     return compose(scenes, placed, pictures, background(scenes, size), size)
