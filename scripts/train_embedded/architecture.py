@@ -36,11 +36,22 @@ class Sizes:
     text_ffn: int = 256
     encoder_base: int = 24
     decoder_base: int = 16
+    vae_mult: tuple[int, ...] = (1, 2, 2)
+    """Channels of the VAE's levels over the base, from pixels to latents."""
 
 
 SHAPES_SIZES = Sizes()
 EMOJI_SIZES = Sizes(
-    num_layers=5, num_heads=6, ffn_dim=1024, text_dim=192, text_layers=3, text_ffn=384, encoder_base=24, decoder_base=24
+    num_layers=5,
+    num_heads=6,
+    ffn_dim=1024,
+    text_dim=192,
+    text_layers=3,
+    text_ffn=384,
+    encoder_base=24,
+    decoder_base=24,
+    # The deepest level is 1 % of the positions, so its width is nearly free.
+    vae_mult=(1, 2, 4),
 )
 
 
@@ -52,7 +63,7 @@ def build_vae(
         base_dim=sizes.encoder_base,
         decoder_base_dim=sizes.decoder_base,
         z_dim=LATENT_CHANNELS,
-        dim_mult=[1, 2, 2],
+        dim_mult=list(sizes.vae_mult),
         num_res_blocks=1,
         temperal_downsample=[True, True],
         patch_size=2,

@@ -34,6 +34,18 @@ def normalise_and_activate(x: Tensor, gamma: Tensor) -> Tensor:
     return F.silu(wide / length * (x.shape[1] ** 0.5) * gamma.float()).to(x.dtype)
 
 
+def row_by_row(compiled: Activate) -> Activate:
+    """Give the function pixels as rows [B T H W, C]: one shape to compile for, images and clips alike."""
+
+    def activate(x: Tensor, gamma: Tensor) -> Tensor:
+        batch, channels, frames, height, width = x.shape
+        rows = x.permute(0, 2, 3, 4, 1).reshape(-1, channels)
+        out = compiled(rows, gamma.flatten())
+        return out.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
+
+    return activate
+
+
 class WholeClipVae:
     """Encoding and decoding of clips [B, 3, T, H, W] in -1 to 1, T = 1 + 4 k, with the modules of one AutoencoderKLWan.
 

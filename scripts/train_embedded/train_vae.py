@@ -20,7 +20,7 @@ from diffusion_runtime.quality.shapes.scene import sample_scenes
 from diffusion_runtime.quality.shapes.scoring import summarise
 from scripts.shapes.render import render_float
 from scripts.train_embedded.architecture import LATENT_CHANNELS, build_vae
-from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate
+from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate, row_by_row
 from scripts.train_embedded.contact_sheet import save_sheet
 from scripts.train_embedded.ranks import GradientAverage, Ranks, join_ranks
 from scripts.train_embedded.session import Average, Clock, Log, cosine
@@ -40,7 +40,7 @@ DRAFT_EVERY = 120.0
 
 
 def loss_weights(clip: Tensor, covered: Tensor, recipe: VaeRecipe = SHAPES.vae) -> Tensor:
-    """[B, 1, T, H, W]: 1 on calm background, more where an object is or was within four frames, more on edges."""
+    """[B, 1, T, H, W]: 1 on calm background; more where an object was within four frames, where one is, and on edges."""
     frames = covered.shape[1]
     near = F.max_pool2d(covered.clamp(max=1), 8, stride=4, padding=2)
     near = F.max_pool3d(near[:, None], (9, 1, 1), stride=1, padding=(4, 0, 0))[:, 0]
@@ -50,7 +50,8 @@ def loss_weights(clip: Tensor, covered: Tensor, recipe: VaeRecipe = SHAPES.vae) 
     edge = torch.maximum(F.pad(change_x, (0, 1)), F.pad(change_y, (0, 0, 0, 1))).clamp(max=1.0)
     edge = F.max_pool2d(edge.flatten(0, 1), 3, stride=1, padding=1)
     edge = edge.view(clip.shape[0], 1, frames, *clip.shape[-2:])
-    return 1.0 + recipe.foreground_weight * near + recipe.edge_weight * edge
+    objects = recipe.object_weight * covered.clamp(max=1)[:, None]
+    return 1.0 + recipe.foreground_weight * near + objects + recipe.edge_weight * edge
 
 
 def reconstruction_loss(decoded: Tensor, clip: Tensor, weights: Tensor) -> Tensor:
@@ -153,7 +154,8 @@ class VaeTraining:
         if cuda:
             channels_last(self.module)
 
-        activate = torch.compile(normalise_and_activate, dynamic=True) if cuda else normalise_and_activate
+        compiled = row_by_row(torch.compile(normalise_and_activate, dynamic=True))
+        activate = compiled if cuda else normalise_and_activate
         self._vae = WholeClipVae(self.module, activate)
         self._renderer = world.renderer(cuda)
         self._parameters = list(self.module.parameters())

@@ -30,6 +30,8 @@ class VaeRecipe:
     """How much more a pixel weighs where an object is or was within four frames."""
     edge_weight: float
     """How much more a pixel weighs on an edge of full contrast."""
+    object_weight: float = 0.0
+    """How much more a pixel weighs where an object is: of a moving one, most pixels are wrong at first."""
 
 
 BUCKETS = (
@@ -49,4 +51,4 @@ EMOJI_BUCKETS = (
 """Few shapes, since each costs compiling, and half the pixels a step: steps count for more than clips."""
 TOY_BUCKETS = (Bucket(5, 48, 2, 0.5), Bucket(9, 32, 2, 0.5))
 SHAPES_VAE = VaeRecipe(BUCKETS, foreground_weight=10.0, edge_weight=6.0)
-EMOJI_VAE = VaeRecipe(EMOJI_BUCKETS, foreground_weight=3.0, edge_weight=3.0)
+EMOJI_VAE = VaeRecipe(EMOJI_BUCKETS, foreground_weight=2.0, edge_weight=3.0, object_weight=6.0)
