@@ -41,6 +41,7 @@ STEM = "model"
 CONNECTORS = "connectors"
 # The embeddings of tokens, which go by several names in one model.
 _EMBEDDINGS = ("shared.weight", "embed_tokens.weight", "token_embedding.weight")
+_EMBEDDED = "embeddings"
 
 # Opens files whose tensors are changed as they are read.
 _Open = Callable[[Sequence[WeightChange]], Checkpoint]
@@ -224,25 +225,36 @@ def source_of(
         if component.class_name == type(module).__name__:
             return component.name, functools.partial(_open_component, component, module, folder), own_pieces(module)
     found: list[tuple[str, _Open, Mapping[str, tuple[Piece, ...]]]] = []
-    unmatched: dict[str, list[str]] = {}
+    # By where the weights are.
+    unmatched: dict[str, Mapping[str, Sequence[str]]] = {}
     for name in text_components(folder):
         opens = functools.partial(open_text, folder / name)
         with opens(()) as checkpoint:
-            tensors, missing = matched_tensors(module, checkpoint.shapes)
+            place = str(checkpoint.elsewhere or checkpoint.folder)
+            tensors, unmatched[place] = matched_tensors(module, checkpoint.shapes)
             pieces = {own: (Piece(tensor, checkpoint.shapes[tensor]),) for own, tensor in tensors.items()}
-            if not missing:
-                _refuse_unread(str(checkpoint.elsewhere or checkpoint.folder), checkpoint.shapes, pieces)
+            if not unmatched[place]:
+                _refuse_unread(place, checkpoint.shapes, pieces)
                 found.append((name, opens, pieces))
-        unmatched[name] = missing
     if len(found) != 1:
         # From the component that has the most of them.
-        name, missing = min(unmatched.items(), key=lambda each: len(each[1]))
-        what = f"nothing tells its tensors {listed(missing)}" if missing else "several components could be its own"
+        place, lacks = min(unmatched.items(), key=lambda each: len(each[1]))
         raise ModelLoadError(
-            f"{folder / name}: the weights of {type(module).__name__} cannot be {done}: {what}. Copy or download the "
-            f"folder again, or leave out {flag}"
+            f"{place}: the weights of {type(module).__name__} cannot be {done}: {_why_unmatched(module, lacks)}. Copy "
+            f"or download it again, or leave out {flag}"
         )
     return found[0]
+
+
+def _why_unmatched(module: nn.Module, lacks: Mapping[str, Sequence[str]]) -> str:
+    """Return why parameters have no tensor. lacks: as of matched_tensors, empty where several components have all."""
+    if not lacks:
+        return "several components could be its own"
+    for own, tensors in lacks.items():
+        if tensors:
+            return f"{listed(map(shown_name, tensors))} may each be its {own}, expected one tensor"
+    shapes = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+    return f"{len(lacks)} tensors are missing or of another shape: {listed(f'{own} {shapes[own]}' for own in lacks)}"
 
 
 # Positions 0, 1, 2, ... of older files of CLIP.
@@ -283,9 +295,12 @@ def _open_component(
     return component.checkpoint(module, folder, changes)
 
 
-def matched_tensors(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:
-    """Return (by name in the state dict, the name of its tensor; the names with no tensor or one of several). shapes:
-    of every tensor of a component's files. Weights that modules share are one tensor under any of their names."""
+def matched_tensors(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return (by name in the state dict, the name of its tensor; the names without one, with the tensors that may each
+    be it). shapes: of every tensor of a component's files. Weights that modules share are one tensor under any of their
+    names; a tensor that two parameters would take is that of the one whose name is more like it."""
     by_end: defaultdict[str, list[str]] = defaultdict(list)
     for name in shapes:
         by_end[_end(name)].append(name)
@@ -293,22 +308,37 @@ def matched_tensors(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) ->
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)
     for name, tensor in state.items():
         names[id(tensor)].append(name)
+    best: dict[str, list[str]] = {}
+    likeness: dict[str, int] = {}
+    # By tensor, of all parameters that it fits. One of embeddings may be that of several names.
+    most: dict[str, int] = {}
+    for own, *_ in names.values():
+        shape = tuple(state[own].shape)
+        candidates = [each for each in by_end[_end(own)] if shapes[each] == shape and _has_numbers(each, own)]
+        likeness[own] = max((_num_alike(each, own) for each in candidates), default=0)
+        best[own] = [each for each in candidates if _num_alike(each, own) == likeness[own]]
+        for each in best[own] if _end(own) != _EMBEDDED else ():
+            most[each] = max(most.get(each, 0), likeness[own])
     found: dict[str, str] = {}
-    missing = []
-    for own in names.values():
-        shape = tuple(state[own[0]].shape)
-        candidates = [each for each in by_end[_end(own[0])] if shapes[each] == shape]
-        most = max((_num_alike(each, own[0]) for each in candidates), default=0)
-        best = [each for each in candidates if _num_alike(each, own[0]) == most]
-        if len(best) == 1:
-            found.update(dict.fromkeys(own, best[0]))
+    lacks: dict[str, list[str]] = {}
+    for own, *others in names.values():
+        # What is more like another parameter is that one's.
+        left = [each for each in best[own] if most.get(each, 0) <= likeness[own]]
+        if len(left) == len(best[own]) == 1:
+            found.update(dict.fromkeys((own, *others), left[0]))
         else:
-            missing.append(own[0])
-    return found, missing
+            lacks[own] = left
+    return found, lacks
+
+
+def _has_numbers(tensor: str, own: str) -> bool:
+    """Return whether a tensor is of the layer of a parameter: its name has the same numbers, behind those of prefixes."""
+    numbers = [part for part in own.split(".") if part.isdigit()]
+    return [part for part in tensor.split(".") if part.isdigit()][-len(numbers) :] == numbers if numbers else True
 
 
 def _end(name: str) -> str:
-    return "embeddings" if name.endswith(_EMBEDDINGS) else ".".join(name.split(".")[-2:])
+    return _EMBEDDED if name.endswith(_EMBEDDINGS) else ".".join(name.split(".")[-2:])
 
 
 def _num_alike(one: str, other: str) -> int:
