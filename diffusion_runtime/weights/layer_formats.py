@@ -127,6 +127,12 @@ class _Search:
                 raise ModelLoadError(
                     f"{other.path}: {shown_name(scale)} is a scale, and {shown_name(weight)} is missing"
                 )
+        for name, file in self.owner.items():
+            # In metadata, marks of other parts of a file may stand.
+            if name.endswith(LAYER_MARK) and (weight := name.removesuffix(LAYER_MARK) + _WEIGHT) not in self.owner:
+                raise ModelLoadError(
+                    f"{file.path}: {shown_name(name)} is the mark of a layer, and {shown_name(weight)} is missing"
+                )
         found: dict[str, LayerFormat] = {}
         for name, file in self.owner.items():
             mark = self.marks.get(_layer_of(name)) if name.endswith(_WEIGHT) else None

@@ -365,6 +365,11 @@ NESTED = torch.tensor(list(b"[" * 3000), dtype=torch.uint8)
         ),
         (
             "int8 ConvRot 16",
+            put(f"{LAYER}.weight_scale.comfy_quant", mark_of({"format": "nvfp4"})),
+            rf"{LAYER}.weight_scale.comfy_quant is the mark of a layer, and {LAYER}.weight_scale.weight is missing",
+        ),
+        (
+            "int8 ConvRot 16",
             put(f"{LAYER}.weight", torch.ones(32, 16, dtype=torch.int8)),
             rf"{LAYER}.weight is \[32, 16\], expected \[32, 32\]",
         ),
