@@ -403,6 +403,9 @@ def test_loras_are_found_by_name(file: Path, settings: Path, wan: Path, monkeypa
 def test_options_of_the_search_are_for_a_file(options: dict[str, Any], wan: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(options))}: for a model that is one file"):
         with_found_files(RuntimeConfig(str(wan), **options))
+    # Of a name that was typed wrong, that it is not there.
+    with pytest.raises(ModelLoadError, match=r"there is no file nowhere\.safetensors"):
+        with_found_files(RuntimeConfig("nowhere.safetensors", **options))
 
 
 def test_experts_are_told_by_their_names(wan: Path, tmp_path: Path) -> None:
