@@ -189,6 +189,24 @@ def test_loras_are_merged_and_can_be_switched(folder_of: Callable[[str], Path], 
                 assert torch.equal(value, wanted[each]), (name, each)
 
 
+def test_a_lora_adds_to_the_numbers_of_every_format(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Exactly where the rows become plain numbers; 8-bit rows are quantised again."""
+    folder, changed = folder_of("flux1"), "transformer_blocks.0.ff.net.2"
+    random = torch.Generator().manual_seed(0)
+    down, up = torch.randn(2, 128, generator=random), torch.randn(32, 2, generator=random)
+    lora = {f"transformer.{changed}.lora_A.weight": down, f"transformer.{changed}.lora_B.weight": up}
+    save_file(lora, tmp_path / "style.safetensors")
+    tensors, wrong = load_file(folder / WEIGHTS), {}
+    for name in ("int8, a scale per row", "int8 ConvRot 64", "mxfp8", "convrot_w4a4", "svdquant_w4a4", "awq_w4a16"):
+        stored, meant = quantised(tensors, WRITERS[name], f"{changed}.weight".__eq__)
+        save_file(stored, tmp_path / "a.safetensors")
+        pipeline = load(folder, str(tmp_path / "a.safetensors"), lora=[str(tmp_path / "style.safetensors")])
+        expected = meant[f"{changed}.weight"] + up @ down
+        off = held_numbers(pipeline)["double_blocks.0.feed_forward.down.weight"] - expected
+        wrong[name] = float(off.abs().max() / expected.abs().max())
+    assert {name for name, error in wrong.items() if error > (1e-2 if "int8" in name else 1e-6)} == set(), wrong
+
+
 @pytest.mark.slow
 def test_offloaded_weights_compute_the_same(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """From the machine's memory, whole or by blocks, or from their files, read with what belongs to them."""
@@ -248,6 +266,29 @@ def test_int8_by_flag_is_what_a_file_has(folder_of: Callable[[str], Path], monke
         assert str(described).startswith(f"int8: {len(layers)} of ")
         ignoring = load(folder, quantization="int8", quantization_ignored_layers=[next(iter(layers))])
         assert eight_bit_layers(ignoring.transformer).keys() == layers.keys() - {next(iter(layers))}
+
+
+def test_int8_by_flag_is_bit_for_bit_its_file(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """A file of what the flag's own rounding gives each tensor, apart from the fused weights that read it."""
+    for family in ("wan", "flux1"):
+        folder = folder_of(family)
+        tensors, stored = load_file(folder / WEIGHTS), {}
+        takes = takes_blocks(tensors, 16)
+        for name, tensor in tensors.items():
+            stored[name] = tensor
+            if takes(name):
+                group = max(size for size in (16, 64, 256) if tensor.shape[1] % size == 0)
+                rows, layer = api.quantize_rows(tensor, group), name.removesuffix("weight")
+                stored |= {name: rows.values, f"{layer}weight_scale": rows.scales}
+                mark = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group}
+                stored[f"{layer}comfy_quant"] = mark_of(mark)
+        save_file(stored, tmp_path / "a.safetensors")
+        online = eight_bit_layers(load(folder, quantization="int8").transformer)
+        of_file = eight_bit_layers(load(folder, str(tmp_path / "a.safetensors")).transformer)
+        assert online
+        for name, layer in online.items():
+            assert torch.equal(layer.weight, of_file[name].weight), name
+            assert torch.equal(layer.weight_scale, of_file[name].weight_scale), name
 
 
 def test_products_in_int8_are_near_those_of_the_weights(
