@@ -116,4 +116,4 @@ def _check_fit(path: str, model_path: str, component: str) -> None:
         return
     model = family.describe(folder)
     model = model.with_transformer_files([TransformerFile(path, "FILE", "transformer")], lora_names_of_families)
-    model.weights.check(model.modules(model.build_transformer(AttentionPolicy())), ["transformer"])
+    model.weights.check(model.modules(model.build_transformer(AttentionPolicy.of_shapes())), ["transformer"])
