@@ -110,7 +110,8 @@ class _Search:
         self.says_scaled = self.wants_full_precision = False
         for file in files:
             for name in file.heads:
-                if name in self.owner:
+                # Of two files, each may say that it is scaled.
+                if name in self.owner and name.rpartition(".")[2] != _FILE_MARK:
                     raise ModelLoadError(f"{file.path}: {shown_name(name)} is in {self.owner[name].path} too")
                 self.owner[name] = file
         for file in files:

@@ -558,3 +558,25 @@ def test_text_encoders_are_dequantised_as_they_are_read(folder_of: Callable[[str
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
         assert "dequantised at load: " in found.text_encoder.implementation
         assert "dequantised" not in expected.text_encoder.implementation
+
+
+def test_ltx2s_connectors_are_dequantised_as_they_are_read(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """They lie in files of transformers and text encoders, which are in these formats."""
+    folder = folder_of("ltx2")
+    tensors = load_file(next((folder / "connectors").glob("*.safetensors")))
+
+    def takes(name: str) -> bool:
+        return tensors[name].dim() == 2 and name.endswith("weight") and tensors[name].shape[1] % 16 == 0
+
+    def states(content: Tensors) -> torch.Tensor:
+        save_file(content, tmp_path / "a.safetensors")
+        encoder = load(folder, connectors_path=str(tmp_path / "a.safetensors")).text_encoder
+        embeddings: torch.Tensor = encoder.encode(["a red star"]).embeddings
+        return embeddings
+
+    for name in ("int8 ConvRot 16", "nvfp4"):
+        stored, meant = quantised(tensors, WRITERS[name], takes)
+        torch.testing.assert_close(states(stored), states(meant), rtol=1e-4, atol=1e-5)
+    scale = next(each for each in stored if each.endswith("weight_scale_2"))
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(scale)} holds nan; expected positive numbers"):
+        states({**stored, scale: torch.tensor(torch.nan)})
