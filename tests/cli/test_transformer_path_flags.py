@@ -66,7 +66,9 @@ def test_info_says_what_a_file_of_weights_holds(command: Command, tmp_path: Path
     assert values["kinds"]["F8_E4M3"] == sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) - 1
     assert values["scales"] == f"{values['kinds']['F8_E4M3']} per tensor"
     shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
-    assert f"prefix diffusion_model. holds {unread} tensors 1 stored as F32 (1) prefix vae. names vae.conv.weight" in shown
+    assert (
+        f"prefix diffusion_model. holds {unread} tensors 1 stored as F32 (1) prefix vae. names vae.conv.weight" in shown
+    )
     save_file({**stored, "logit_scale": torch.zeros(1)}, tmp_path / "a.safetensors")
     shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
     assert "1 tensors, which --transformer-path leaves unread names logit_scale model of no published size" in shown

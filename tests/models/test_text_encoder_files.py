@@ -178,7 +178,9 @@ def test_an_encoder_that_cannot_be_read_by_blocks_is_whole_and_the_plan_says_why
     demand = text_alone(prepared)
     tight = make_plan(demand, ["layers"], demand.text_activations * 2 + demand.text.total - 1, kind=MACHINE)
     tight = dataclasses.replace(tight, resident={"text_encoder": 0})
-    with pytest.raises(ModelLoadError, match=f"cannot be read by blocks: .*{name}, other.{name} may each be its {name}"):
+    with pytest.raises(
+        ModelLoadError, match=f"cannot be read by blocks: .*{name}, other.{name} may each be its {name}"
+    ):
         loaded(prepared, tight)
     with caplog.at_level(logging.WARNING, "diffusion_runtime"):
         pipeline = loaded(prepared_for(folder), make_plan(demand, ["layers"], 10**9, kind=MACHINE))
