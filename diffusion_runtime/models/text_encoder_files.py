@@ -332,7 +332,7 @@ def matched_tensors(
 
 
 def _has_numbers(tensor: str, own: str) -> bool:
-    """Return whether a tensor is of the layer of a parameter: its name has the same numbers, behind those of prefixes."""
+    """Return whether a tensor is of a parameter's layer: its name has the same numbers, behind those of a prefix."""
     numbers = [part for part in own.split(".") if part.isdigit()]
     return [part for part in tensor.split(".") if part.isdigit()][-len(numbers) :] == numbers if numbers else True
 

@@ -312,7 +312,7 @@ def test_scales_of_text_encoders_in_eight_bits_are_multiplied_in(
     save_file({**stored, **twice}, tmp_path / "both.safetensors")
     with pytest.raises(
         ModelLoadError,
-        match="both\\.safetensors: .* cannot be read: .* may each be its layers\\.0\\.self_attn.*expected one tensor",
+        match=r"both\.safetensors: .* cannot be read: .* may each be its layers\.0\.self_attn.*expected one tensor",
     ):
         encoder_of(folder, name, tmp_path / "both.safetensors")
     path = {"text_encoder_path": str(tmp_path / "wan-scaled.safetensors")}
