@@ -23,8 +23,8 @@ from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.plan import MACHINE, MemoryDemand, MemoryPlan, PartSize, make_plan
 from diffusion_runtime.memory.waiting_weights import is_waiting, let_wait
 from diffusion_runtime.memory.weight_unit import aligned
+from diffusion_runtime.models.matched_tensors import matched_tensors
 from diffusion_runtime.models.random_weights import draw_weight
-from diffusion_runtime.models.text_encoder_files import matched_tensors
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.text_encoders.encoder_size import layers_of
 from diffusion_runtime.text_encoders.interface import Conditions
