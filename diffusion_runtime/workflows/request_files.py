@@ -1,0 +1,87 @@
+"""Files of weights that a workflow names, by the option of RuntimeConfig that each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from diffusion_runtime.denoising.flow_schedule import shifted
+from diffusion_runtime.workflows.evaluation import NotSupportedError
+from diffusion_runtime.workflows.request_parts import RequestParts
+from diffusion_runtime.workflows.sampler_stages import SAME_LEVEL
+from diffusion_runtime.workflows.values import (
+    ClipValue,
+    LatentValue,
+    Lora,
+    MovieValue,
+    SparseValue,
+    StageValue,
+    VaeValue,
+)
+
+
+def add_files(parts: RequestParts, stages: Sequence[StageValue], latent: LatentValue) -> None:
+    """Add the files of the transformers, text encoders and autoencoder, LoRAs and the attention of the transformers."""
+    model = stages[0].guider.model
+    parts.files["model_path"] = model.weights
+    parts.runtime["like"] = parts.model.name
+    is_two = len(stages) == 2 and stages[1].guider.model.weights.file != model.weights.file
+    parts.loras += [(lora, "transformer" if is_two else "auto") for lora in model.loras]
+    if is_two:
+        parts.files["transformer_2_path"] = stages[1].guider.model.weights
+        parts.loras += [(lora, "transformer_2") for lora in stages[1].guider.model.loras]
+    elif len(stages) == 2 and _named(stages[1].guider.model.loras) != _named(model.loras):
+        lora = next(iter((*stages[1].guider.model.loras, *model.loras)))
+        raise NotSupportedError("a LoRA of one stage alone: the model has the same weights in both", lora.node)
+    if any(stage.guider.model.sparse != model.sparse for stage in stages):
+        raise NotSupportedError("sparse attention of one stage alone; expected the same in both", stages[-1].node)
+    if model.sparse is not None:
+        parts.runtime["attention"] = _attention(model.sparse, stages[0])
+    _text_encoders(parts, stages[0].guider.positive.clip)
+    vae = latent.given.get("vae")
+    if isinstance(vae, VaeValue) and vae.weights.folder == "vae":
+        parts.files["vae_path"] = vae.weights
+
+
+def _attention(sparse: SparseValue, stage: StageValue) -> dict[str, Any]:
+    """Return the attention of a config. ComfyUI's start is a share of the schedule before its shift."""
+    table = stage.guider.model.table
+    if sparse.start > 0 and table is None:
+        raise NotSupportedError("start_percent: the model's noise schedule depends on the size", sparse.node)
+    level = 1.0 if table is None else shifted(1 - sparse.start, table.flow_shift)
+    num_dense = sum(each > level + SAME_LEVEL for each in stage.sigmas.levels[:-1])
+    extra: dict[str, Any] = {"sparsity": round(1 - sparse.keep, 6), "min_tokens": sparse.min_tokens}
+    if num_dense:
+        extra["dense_first_steps"] = num_dense
+    return {"per_role": {"self": {"backend": "video_sparse_attn", "extra": extra}}}
+
+
+def _named(loras: Sequence[Lora]) -> list[tuple[str, float]]:
+    return [(lora.file, lora.scale) for lora in loras]
+
+
+def _text_encoders(parts: RequestParts, clip: ClipValue) -> None:
+    weights = [each for each in clip.weights if each.folder == "text_encoders"]
+    if clip.weights[0].node.kind == "LTXAVTextEncoderLoader":
+        # The other one is the checkpoint with the connectors.
+        weights = weights[:1]
+    second = parts.model.second_text
+    for each in weights:
+        is_second = second is not None and second in each.file.lower()
+        key = "text_encoder_2_path" if is_second else "text_encoder_path"
+        if key in parts.files:
+            raise NotSupportedError(f"two files of one text encoder: {parts.files[key].file}, {each.file}", each.node)
+        parts.files[key] = each
+
+
+def add_sound(parts: RequestParts, output: MovieValue) -> None:
+    """Add the file of the sound's autoencoder."""
+    sound = output.sound
+    assert sound is not None
+    if sound.decoded is None:
+        if parts.request.get("audio_path") is None and not parts.model.sound:
+            parts.replaced(sound.node, "a file without sound: join them with ffmpeg -i VIDEO -i SOUND -c copy OUT")
+        return
+    vae = sound.decoded.given.get("audio_vae")
+    if isinstance(vae, VaeValue) and vae.weights.folder == "vae":
+        parts.files["audio_vae_path"] = vae.weights
