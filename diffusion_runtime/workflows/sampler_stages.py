@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.named_schedules import NoiseTable
@@ -11,6 +12,8 @@ from diffusion_runtime.request.samplers import SAMPLERS
 from diffusion_runtime.workflows.evaluation import NotSupportedError
 from diffusion_runtime.workflows.known_models import known_model
 from diffusion_runtime.workflows.values import (
+    ConditioningValue,
+    GuiderValue,
     LatentValue,
     StageValue,
     Weights,
@@ -58,19 +61,82 @@ def stages_of(latent: LatentValue) -> tuple[list[StageValue], list[Weights | Non
 
 
 def joined(stages: list[StageValue], upsamplers: list[Weights | None]) -> tuple[list[StageValue], list[Weights | None]]:
-    """Return stages where two of the same model, one going on where the other ends, are one."""
+    """Return stages where two of the same model, one going on where the other ends, are one. Raises
+    NotSupportedError for two of them that differ in more than their guidance."""
     kept, kept_upsamplers = stages[:1], upsamplers[:1]
     for stage, upsampler in zip(stages[1:], upsamplers[1:], strict=True):
         before = kept[-1]
-        same = stage.guider.model == before.guider.model and stage.guider.scale == before.guider.scale
-        if upsampler is None and same and goes_on(before, stage) and stage.sampler.name in OF_ONE_STEP:
-            levels = (*before.sigmas.levels[:-1], *stage.sigmas.levels)
-            sigmas = dataclasses.replace(before.sigmas, levels=levels)
-            kept[-1] = dataclasses.replace(before, sigmas=sigmas)
+        if upsampler is None and stage.guider.model == before.guider.model:
+            kept[-1] = _continued(before, stage)
         else:
             kept.append(stage)
             kept_upsamplers.append(upsampler)
     return kept, kept_upsamplers
+
+
+def _continued(before: StageValue, after: StageValue) -> StageValue:
+    """Return one stage of two samplers of the same model."""
+    if not goes_on(before, after):
+        raise NotSupportedError("a second sampler that does not go on where the first one ends", after.node)
+    if (after.sampler.name, after.sampler.options) != (before.sampler.name, before.sampler.options):
+        raise NotSupportedError(
+            f"sampler {after.sampler.name} after {before.sampler.name}, of one model; expected the same", after.node
+        )
+    if after.sampler.name not in OF_ONE_STEP:
+        raise NotSupportedError(
+            f"sampler {after.sampler.name} begun anew in the middle: its steps depend on earlier ones; expected one of "
+            f"{', '.join(OF_ONE_STEP)}, or one sampler for all steps",
+            after.node,
+        )
+    levels = (*before.sigmas.levels[:-1], *after.sigmas.levels)
+    return dataclasses.replace(
+        before, guider=guidance_of_both(before, after), sigmas=dataclasses.replace(before.sigmas, levels=levels)
+    )
+
+
+def guided_steps(stage: StageValue) -> tuple[bool, ...]:
+    """Return whether each step of a stage has guidance."""
+    guider, num_steps = stage.guider, stage.sigmas.own or max(len(stage.sigmas.levels) - 1, 0)
+    if guider.steps is not None:
+        return guider.steps
+    start, end = guider.share
+    return tuple(is_guided(guider) and start <= index / num_steps <= end for index in range(num_steps))
+
+
+def is_guided(guider: GuiderValue) -> bool:
+    """Return whether the negative condition counts."""
+    return guider.scale != 1 or (guider.audio_scale or 1) != 1
+
+
+def guidance_of_both(first: StageValue, second: StageValue) -> GuiderValue:
+    """Return the guidance of two stages that follow each other, where it is the same, or one of them has none. Raises
+    NotSupportedError for another prompt or scale."""
+    one, other = first.guider, second.guider
+    if facts_of(one.positive) != facts_of(other.positive):
+        raise NotSupportedError("another prompt for the second sampler; expected the same", other.positive.node)
+    if not is_guided(one) or not is_guided(other):
+        guider = one if is_guided(one) else other
+    elif (one.scale, one.audio_scale) != (other.scale, other.audio_scale):
+        raise NotSupportedError(
+            f"a scale of guidance of {other.scale:g} in the second sampler, where the first has {one.scale:g}; "
+            "expected the same, or 1 in one of them",
+            other.node,
+        )
+    elif facts_of(one.negative) != facts_of(other.negative):
+        node = other.node if other.negative is None else other.negative.node
+        raise NotSupportedError("another negative prompt for the second sampler; expected the same", node)
+    else:
+        guider = one
+    return dataclasses.replace(guider, model=one.model, steps=(*guided_steps(first), *guided_steps(second)))
+
+
+def facts_of(condition: ConditioningValue | None) -> tuple[Any, ...]:
+    """Return all that a condition says, whatever nodes it went through."""
+    if condition is None:
+        return ()
+    pictures = tuple((each.file, each.decoded is None) for each in condition.references)
+    encoders = tuple(each.file for each in condition.clip.weights)
+    return condition.text, encoders, condition.zeroed is not None, condition.guidance, pictures, condition.fps
 
 
 def goes_on(before: StageValue, after: StageValue) -> bool:

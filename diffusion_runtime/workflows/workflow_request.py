@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from diffusion_runtime.workflows.evaluation import Evaluation, NotSupportedError
 from diffusion_runtime.workflows.graph import Node
 from diffusion_runtime.workflows.known_models import KnownModel, known_model
 from diffusion_runtime.workflows.request_files import add_files, add_sound
-from diffusion_runtime.workflows.request_guidance import add_guidance
+from diffusion_runtime.workflows.request_guidance import add_guidance, add_negative
 from diffusion_runtime.workflows.request_inputs import add_initial, add_inputs
 from diffusion_runtime.workflows.request_parts import RequestParts
 from diffusion_runtime.workflows.sampler_stages import (
@@ -23,7 +24,11 @@ from diffusion_runtime.workflows.sampler_stages import (
     OF_ONE_STEP,
     SAME_LEVEL,
     SAMPLER_NAMES,
+    facts_of,
     goes_on,
+    guidance_of_both,
+    guided_steps,
+    is_guided,
     joined,
     levels_of,
     sampler_of,
@@ -66,9 +71,11 @@ def request_of_outputs(
 
 
 def _request_of(evaluation: Evaluation, latent: LatentValue, output: PictureValue | MovieValue) -> RequestParts:
-    stages, upsamplers = stages_of(latent)
-    stages, upsamplers = joined(stages, upsamplers)
+    all_stages, upsamplers = stages_of(latent)
+    stages, upsamplers = joined(all_stages, upsamplers)
     first = stages[0]
+    if len(stages) == 2 and upsamplers[1] is not None:
+        first = stages[0] = dataclasses.replace(first, guider=guidance_of_both(*stages))
     known = known_model(first.guider.model.weights.file)
     if known is None:
         node = first.guider.model.weights.node
@@ -88,6 +95,8 @@ def _request_of(evaluation: Evaluation, latent: LatentValue, output: PictureValu
     elif len(stages) > 2:
         raise NotSupportedError(f"{len(stages)} stages of samplers; two are supported", stages[2].node)
     _noise(parts, stages)
+    if len(all_stages) > len(stages) and first.sampler.name in ADD_NOISE:
+        parts.replaced(all_stages[1].node, "noise between steps of one sampler, which goes on where ComfyUI draws anew")
     if isinstance(output, MovieValue) and output.sound is not None:
         add_sound(parts, output)
     return parts
@@ -168,12 +177,6 @@ def _second_stage(parts: RequestParts, first: StageValue, second: StageValue, up
     parts.request["sigmas"] = levels_of(first)
     parts.request["second_stage_sigmas"] = levels_of(second)
     parts.request["second_stage_sampler"] = sampler
-    if second.guider.scale != first.guider.scale:
-        raise NotSupportedError(
-            f"a scale of guidance of {second.guider.scale:g} in the second stage, where the first has "
-            f"{first.guider.scale:g}",
-            second.guider.node,
-        )
     parts.request["second_stage_seed"] = second.noise.seed
 
 
@@ -193,12 +196,17 @@ def _second_expert(parts: RequestParts, first: StageValue, second: StageValue) -
     parts.request["boundary_ratio"] = (levels[count - 1] + levels[count]) / 2
     if second.guider.scale != first.guider.scale:
         parts.request["guidance_scale_2"] = second.guider.scale
-    text, negative = second.guider.positive.text, second.guider.negative
-    if text != first.guider.positive.text:
-        raise NotSupportedError("another prompt for the second expert; expected the same", second.guider.positive.node)
-    if second.guider.scale == 1 or negative is None:
+    positive, negative = second.guider.positive, second.guider.negative
+    if facts_of(positive) != facts_of(first.guider.positive):
+        raise NotSupportedError("another prompt for the second expert; expected the same", positive.node)
+    for stage in (first, second):
+        if is_guided(stage.guider) and not all(guided_steps(stage)):
+            raise NotSupportedError("guidance of some steps beside two experts; expected all", stage.guider.node)
+    if not is_guided(second.guider) or negative is None:
         return
-    if negative.zeroed is not None or negative.text != parts.request.setdefault("negative_prompt", negative.text):
+    if not is_guided(first.guider):
+        add_negative(parts, negative, parts.model)
+    elif facts_of(negative) != facts_of(first.guider.negative):
         raise NotSupportedError("another negative prompt for the second expert", negative.node)
 
 
