@@ -63,6 +63,8 @@ def _edit_text(*names: str) -> Callable[[Call], tuple[Any, ...]]:
     def run(call: Call) -> tuple[Any, ...]:
         pictures = [picture for name in names if (picture := call.maybe(name, PictureValue)) is not None]
         clip = call.of("clip", ClipValue)
+        if pictures and call.maybe("vae", VaeValue) is None:
+            call.refuse("vae: nothing is linked: pictures that the text encoder alone sees; expected a VAE")
         return (ConditioningValue(call.node, call.text("prompt"), clip, references=_pictures(pictures)),)
 
     return run

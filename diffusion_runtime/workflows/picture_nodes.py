@@ -171,6 +171,8 @@ def _trimmed(call: Call) -> tuple[Any, ...]:
 
 def _movie(call: Call) -> tuple[Any, ...]:
     pictures, rate = call.of("images", PictureValue), call.raw("fps", 24)
+    if call.raw("bit_depth", 8) not in (8, "8", "auto"):
+        call.replaced("8 bits per colour, as the model's decoder is trained for")
     fps = 0.0 if isinstance(rate, Unknown) else float(call.number("fps", 24))
     return (MovieValue(call.node, pictures, fps, call.maybe("audio", SoundValue)),)
 

@@ -11,11 +11,13 @@ from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.workflows.evaluation import NotSupportedError
 from diffusion_runtime.workflows.graph import Node
 from diffusion_runtime.workflows.request_parts import RequestParts
-from diffusion_runtime.workflows.sampler_stages import SAME_LEVEL
+from diffusion_runtime.workflows.sampler_stages import SAME_LEVEL, is_guided
 from diffusion_runtime.workflows.values import (
     ClipValue,
+    ConditioningValue,
     LatentValue,
     Lora,
+    ModelValue,
     MovieValue,
     SkipValue,
     SparseValue,
@@ -52,7 +54,11 @@ def add_files(parts: RequestParts, stages: Sequence[StageValue], latent: LatentV
         parts.loras += [(lora, "transformer_2") for lora in stages[1].guider.model.loras]
     elif len(stages) == 2 and _named(stages[1].guider.model.loras) != _named(model.loras):
         lora = next(iter((*stages[1].guider.model.loras, *model.loras)))
-        raise NotSupportedError("a LoRA of one stage alone: the model has the same weights in both", lora.node)
+        raise NotSupportedError(
+            "a LoRA of one stage alone: both stages run the same weights here; expected it in both, or in none: --set "
+            f"{lora.node.id}.mode=4",
+            lora.node,
+        )
     for name, what in _OF_BOTH.items():
         # Each expert has nodes of its own.
         values = [_without_node(getattr(stage.guider.model, name)) for stage in stages]
@@ -67,7 +73,11 @@ def add_files(parts: RequestParts, stages: Sequence[StageValue], latent: LatentV
         parts.replaced(model.cast, "the file's own numbers, which its name says are of 8 bits or fewer")
     if model.sparse is not None:
         parts.runtime["attention"] = _attention(model.sparse, stages[0])
-    _text_encoders(parts, stages[0].guider.positive.clip)
+    guider = stages[0].guider
+    _check_clip(guider.positive.clip, model)
+    if is_guided(guider) and guider.negative is not None and _files_of(guider.negative) != _files_of(guider.positive):
+        raise NotSupportedError("another text encoder for the negative prompt; expected the same", guider.negative.node)
+    _text_encoders(parts, guider.positive.clip)
     vae = latent.given.get("vae")
     if isinstance(vae, VaeValue) and vae.weights.folder == "vae":
         parts.files["vae_path"] = vae.weights
@@ -84,6 +94,23 @@ def _attention(sparse: SparseValue, stage: StageValue) -> dict[str, Any]:
     if num_dense:
         extra["dense_first_steps"] = num_dense
     return {"per_role": {"self": {"backend": "video_sparse_attn", "extra": extra}}}
+
+
+def _check_clip(clip: ClipValue, model: ModelValue) -> None:
+    """Raises NotSupportedError for a LoRA whose strength is another one in the text encoder."""
+    scales = {lora.file: lora.scale for lora in model.loras}
+    for lora in clip.loras:
+        if scales.get(lora.file) != lora.scale:
+            raise NotSupportedError(
+                f"strength_clip: expected {scales.get(lora.file, 0):g}, that of the model, got {lora.scale:g}: a file "
+                f"has one strength here; --set {lora.node.id}.strength_clip={scales.get(lora.file, 0):g}",
+                lora.node,
+            )
+
+
+def _files_of(condition: ConditioningValue) -> list[tuple[str, float]]:
+    """Return the files of a condition's text encoders, and their LoRAs."""
+    return [(each.file, 1.0) for each in condition.clip.weights] + _named(condition.clip.loras)
 
 
 def _named(loras: Sequence[Lora]) -> list[tuple[str, float]]:

@@ -38,6 +38,11 @@ def add_guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> N
         return
     _add_steps(parts, guided_steps(stage))
     if guider.negative is not None:
+        if _pictures_of(guider.negative) != _pictures_of(positive):
+            raise NotSupportedError(
+                "the negative condition has other pictures than the positive one; expected the same",
+                guider.negative.node,
+            )
         add_negative(parts, guider.negative, known)
 
 
@@ -128,6 +133,10 @@ def add_negative(parts: RequestParts, negative: ConditioningValue, known: KnownM
             negative.zeroed,
         )
     parts.request["negative_encoding"] = "zeros"
+
+
+def _pictures_of(condition: ConditioningValue) -> list[str | None]:
+    return [each.file for each in condition.references]
 
 
 def _turn_off_terms(parts: RequestParts) -> None:

@@ -23,7 +23,6 @@ from diffusion_runtime.workflows.sampler_stages import (
     ADD_NOISE,
     OF_ONE_STEP,
     SAME_LEVEL,
-    SAMPLER_NAMES,
     facts_of,
     goes_on,
     guidance_of_both,
@@ -53,6 +52,7 @@ def request_of_outputs(
     for node, value in found:
         pictures = value.pictures if isinstance(value, MovieValue) else value
         if pictures.decoded is not None and pictures.decoded.stage is not None:
+            _check_as_made(pictures)
             made.append((node, value, pictures.decoded))
         elif pictures.decoded is not None or len(found) == 1:
             raise NotSupportedError("what it writes is of no sampler: nothing is generated", node)
@@ -68,6 +68,18 @@ def request_of_outputs(
         )
     _, value, latent = made[0]
     return _request_of(evaluation, latent, value)
+
+
+def _check_as_made(pictures: PictureValue) -> None:
+    """Raises NotSupportedError for pictures that are changed between decoding and writing."""
+    if pictures.parts:
+        raise NotSupportedError(
+            f"{len(pictures.parts)} results in one file, and one is made at a time: link one of them", pictures.node
+        )
+    for node in pictures.changed_by:
+        raise NotSupportedError(
+            f"what was made is resized: leave that out, --set {node.id}.mode=4, and resize the file", node
+        )
 
 
 def _request_of(evaluation: Evaluation, latent: LatentValue, output: PictureValue | MovieValue) -> RequestParts:
@@ -168,7 +180,7 @@ def _second_stage(parts: RequestParts, first: StageValue, second: StageValue, up
     """Add a second stage on upsampled latents."""
     if second.noise.seed is None:
         raise NotSupportedError("no noise is drawn for the second stage", second.noise.node)
-    sampler = SAMPLER_NAMES.get(second.sampler.name)
+    sampler = sampler_of(second)
     if sampler not in SECOND_STAGE_SAMPLERS:
         raise NotSupportedError(
             f"sampler {second.sampler.name} of a second stage: expected euler or euler_ancestral", second.sampler.node
@@ -186,7 +198,7 @@ def _second_expert(parts: RequestParts, first: StageValue, second: StageValue) -
         raise NotSupportedError("a second sampler that does not go on where the first one ends", second.node)
     if "transformer_2_path" not in parts.files or not parts.model.experts:
         raise NotSupportedError("a second sampler with another model", second.node)
-    if second.sampler.name != first.sampler.name:
+    if (second.sampler.name, second.sampler.options) != (first.sampler.name, first.sampler.options):
         raise NotSupportedError("another sampler for the second expert; expected the same", second.sampler.node)
     if second.sampler.name not in OF_ONE_STEP:
         parts.replaced(second.node, "one run of the sampler over both experts: its history is kept over the change")
