@@ -175,7 +175,8 @@ class Guidance:
             of_what = "what it predicts to be clean" if shared.cfg_zero_star == "comfyui" else "its velocity"
             notes.append(f"CFG-zero*: the negative prompt's branch with {of_what} scaled to be nearest to the prompt's")
         if self.num_zero_steps:
-            notes.append(f"CFG-zero*: the first {self.num_zero_steps} steps change nothing (zero_init_steps)")
+            count = "step changes" if self.num_zero_steps == 1 else f"{self.num_zero_steps} steps change"
+            notes.append(f"CFG-zero*: the first {count} nothing (zero_init_steps)")
         if self.has_zero_text:
             notes.append("zeros in place of the encoded negative prompt (negative_encoding)")
         return notes

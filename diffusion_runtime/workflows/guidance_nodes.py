@@ -91,6 +91,8 @@ def _skipped(call: Call) -> tuple[Any, ...]:
     scale = None if is_simple else float(call.number("scale", 3.0))
     starts, ends = (0.0, 1.0) if is_simple else (0.01, 0.15)
     start, end = float(call.number("start_percent", starts)), float(call.number("end_percent", ends))
+    if not (0 <= start <= 1 and 0 <= end <= 1):
+        call.refuse("start_percent, end_percent: expected shares from 0 to 1")
     if scale is not None and not 0 <= scale <= 100:
         call.refuse(f"scale: expected a number from 0 to 100, got {scale:g}")
     return (dataclasses.replace(model, skip=SkipValue(call.node, double, single, scale, start, end)),)

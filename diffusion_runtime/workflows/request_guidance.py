@@ -95,8 +95,11 @@ def _skip(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:
     if skip.scale == 0 or not any(active):
         parts.evaluation.note(skip.node, Verdict.WITHOUT_EFFECT, "it is of no step here")
         return
-    if skip.scale is not None and guided and not all(guided_steps(stage)):
-        raise NotSupportedError("skipped layers beside guidance of some steps alone; expected one of them", skip.node)
+    alone = [each and not has for each, has in zip(active, guided_steps(stage), strict=True)]
+    if skip.scale is not None and guided and any(alone):
+        raise NotSupportedError(
+            "skipped layers in steps without guidance, where others have it; expected them in guided steps", skip.node
+        )
     layers = []
     for name, indices in (("double", skip.double), ("single", skip.single)):
         if indices and name not in known.blocks:

@@ -46,7 +46,7 @@ class Workflows:
 
     def __init__(self, folder: Path, *, is_quick: bool) -> None:
         self._most = 2_000 if is_quick else 12_000
-        self._plain = [z_image(), api_format(z_image()), _sized()]
+        self._plain = [z_image(), api_format(z_image()), _sized(), _guided()]
         self._templates = _templates()
 
     def warm_up(self) -> None:
@@ -115,6 +115,24 @@ def _sized() -> dict[str, Any]:
     document = api_format(z_image())
     document["40"] = {"class_type": "ComfyMathExpression", "inputs": {"expression": "a * 64", "values.a": 4}}
     document["6"]["inputs"]["width"] = ["40", 1]
+    return document
+
+
+def _guided() -> dict[str, Any]:
+    """Nodes that change guidance, and a second sampler that goes on without it."""
+    document = api_format(z_image(cfg=4))
+    skipped = {"double_layers": "9, 10", "single_layers": "", "scale": 2.5, "start_percent": 0.1, "end_percent": 0.4}
+    document["41"] = {"class_type": "SkipLayerGuidanceDiT", "inputs": {"model": ["7", 0], **skipped}}
+    init = {"use_zero_init": True, "zero_init_steps": 0}
+    document["42"] = {"class_type": "CFGZeroStarAndInit", "inputs": {"model": ["41", 0], **init}}
+    document["1"]["inputs"] = {"unet_name": "wan2.1_t2v_14B_fp16.safetensors", "weight_dtype": "fp8_e4m3fn_fast"}
+    plain = {name: value for name, value in document["8"]["inputs"].items() if name not in ("seed", "denoise")}
+    plain |= {"model": ["42", 0], "noise_seed": 3, "start_at_step": 0, "end_at_step": 2, "add_noise": "enable",
+              "return_with_leftover_noise": "enable"}  # fmt: skip
+    document["8"] = {"class_type": "KSamplerAdvanced", "inputs": plain}
+    behind = {**plain, "cfg": 1, "start_at_step": 2, "end_at_step": 9, "add_noise": "disable", "latent_image": ["8", 0]}
+    document["43"] = {"class_type": "KSamplerAdvanced", "inputs": behind}
+    document["9"]["inputs"]["samples"] = ["43", 0]
     return document
 
 

@@ -31,7 +31,7 @@ def pipeline(tiny_folder_of: Callable[[str], Path]) -> Pipeline:
         # Of two branches one after the other, in four steps.
         ({}, 8, ()),
         ({"guidance_start": 0.25, "guidance_stop": 0.5}, 5, ("guidance from 0.25 to 0.5 of the steps",)),
-        ({"zero_init_steps": 1}, 6, ("the first 1 steps change nothing",)),
+        ({"zero_init_steps": 1}, 6, ("the first step changes nothing",)),
         ({"cfg_zero_star": "on"}, 8, ("with its velocity scaled",)),
         ({"cfg_zero_star": "comfyui"}, 8, ("with what it predicts to be clean scaled",)),
         ({"negative_encoding": "zeros"}, 8, ("zeros in place of the encoded negative prompt",)),

@@ -47,6 +47,12 @@ PLAIN = {"guidance_scale": 4.0, "negative_prompt": "blurred"}
 SKIP = {"double_layers": "9, 10", "single_layers": ""}
 
 
+def skipped_before(end: float) -> Nodes:
+    """Two samplers, the first of which has guidance, with skipped layers up to a share of the schedule."""
+    values = {"model": ("1", 0), **SKIP, "start_percent": 0, "end_percent": end}
+    return wan(then(cfg=1, model=("7", 0)) | {"7": ("SkipLayerGuidanceDiT", values)}, "7", **UP_TO_3)
+
+
 @table(
     "nodes, expected",
     [
@@ -75,6 +81,11 @@ SKIP = {"double_layers": "9, 10", "single_layers": ""}
             wan({"7": ("SkipLayerGuidanceDiT", {"model": ("1", 0), **SKIP, "scale": 2.5, "start_percent": 0,
                                                 "end_percent": 1})}, "7"),
             {"skip_layers": [9, 10], "skip_layer_scale": 2.5, "skip_layer_start": 0.0, "skip_layer_stop": 1.0},
+        ),
+        (
+            # Within the guided steps.
+            skipped_before(0.25),
+            {"skip_layer_scale": 3.0, "guidance_stop": 3 / 8, "skip_layer_stop": 3 / 8},
         ),
         (
             # Without a negative branch ComfyUI begins at the whole prediction: once more the difference.
@@ -134,6 +145,16 @@ def test_a_guider_of_some_steps() -> None:
             wan({"7": ("SkipLayerGuidanceDiT", {"model": ("1", 0), "single_layers": "3", "double_layers": ""})}, "7"),
             "7",
             "single_layers: the places of this model's blocks are not known here",
+        ),
+        (
+            skipped_before(0.5),
+            "7",
+            "skipped layers in steps without guidance",
+        ),
+        (
+            wan({"7": ("SkipLayerGuidanceDiT", {"model": ("1", 0), **SKIP, "end_percent": 1.2})}, "7"),
+            "7",
+            "start_percent, end_percent: expected shares from 0 to 1",
         ),
         (
             wan({"6": ("ConditioningSetTimestepRange", {"conditioning": ("5", 0), "start": 0.2, "end": 1})}),
