@@ -97,7 +97,7 @@ def _groups_of_clip(
 ) -> Iterator[PassGroup]:
     count, settings = len(settings.segments) * len(settings.windows or (None,)), settings.of_segment()
     has_one_text = planned.attention_guidance is not None and not prepared.transformer.text_is_keys
-    guidance = settings.guidance
+    guided = settings.guidance.steps
     has_control = isinstance(prepared.model.sampling.control, ImageControl)
     start, stop = 0, settings.shared.stop_after_step or settings.num_steps
     for stage in stages_of(settings):
@@ -118,13 +118,11 @@ def _groups_of_clip(
                     count * passes.num,
                     count * passes.weight,
                     is_controlled=not has_control or counts_at(planned.request, step),
-                    is_guided=guidance.is_active(step),
+                    is_guided=guided.is_active(step),
                 )
                 for step in (StepInfo(index, settings.num_steps) for index in calls)
-                if step.index >= guidance.num_zero_steps
-                for passes in (
-                    _PassesOfStep.at(planned, is_active=guidance.is_active(step), has_one_text=has_one_text),
-                )
+                if step.index >= guided.num_zero
+                for passes in (_PassesOfStep.at(planned, is_active=guided.is_active(step), has_one_text=has_one_text),)
             ),
         )
 

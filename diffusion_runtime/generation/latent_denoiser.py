@@ -312,11 +312,12 @@ class LatentDenoiser:
         guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
         if guidance.note is not None:
             self.recorder.note(guidance.note)
-        wrappers = (*wrappers, *guidance.wrappers)
+        steps = guidance.steps
+        wrappers = (*wrappers, *steps.wrappers)
         given = RequestGuidance(
-            guidance.cfg_scale_at, guidance.is_active, guidance.mode, branches, wrappers, guidance.skip
+            guidance.cfg_scale_at, steps.is_active, guidance.mode, branches, wrappers, guidance.skip
         )
-        return with_zero_init(self.transformer.guided(predict, given, inputs), guidance.num_zero_steps)
+        return with_zero_init(self.transformer.guided(predict, given, inputs), steps.num_zero)
 
     def context_of(
         self,

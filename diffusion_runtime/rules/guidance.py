@@ -9,14 +9,12 @@ from typing import Any
 from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.core.step_info import PERTURBED, StepInfo
 from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
-from diffusion_runtime.denoising.interface import BranchWrapper
 from diffusion_runtime.denoising.skip_layers import SkipLayers
-from diffusion_runtime.denoising.zero_star import with_optimised_scale
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import GenerationRequest
-from diffusion_runtime.request.strength import steps_left_out
 from diffusion_runtime.rules.draft import filled
+from diffusion_runtime.rules.guided_steps import GuidedSteps
 
 
 @dataclass(frozen=True)
@@ -79,35 +77,18 @@ class Guidance:
     def cfg_scale_at(self, step: StepInfo) -> float:
         """Return the scale of one step's expert and chunk; 1 outside of guidance_start to guidance_stop, and where
         guided_chunks leaves it without guidance, and no new prompt has it. A commit is for the chunk behind it."""
-        guided = self.is_active(step) and (step.shares_keys or self.has_both_branches(step))
+        guided = self.steps.is_active(step) and (step.shares_keys or self.has_both_branches(step))
         return self.cfg_scales[min(step.expert, 1)] if guided else 1.0
 
     @property
-    def _shares(self) -> tuple[float, float]:
-        """The shares of the steps from which on and before which they are guided."""
-        stop = self.shared.guidance_stop
-        return self.shared.guidance_start or 0.0, 1.0 if stop is None else stop
-
-    def is_active(self, step: StepInfo) -> bool:
-        """Return whether guidance_start and guidance_stop leave a step with guidance."""
-        start, stop = self._shares
-        return start <= step.index / step.num_steps < stop
-
-    @property
-    def num_zero_steps(self) -> int:
-        """First steps whose velocity is 0."""
-        return self.shared.zero_init_steps or 0
+    def steps(self) -> GuidedSteps:
+        """The steps that guidance_start and guidance_stop leave with guidance, and CFG-zero*."""
+        return GuidedSteps(self.shared)
 
     @property
     def is_of_some_steps(self) -> bool:
         """True where some steps are guided or computed otherwise than others."""
-        return self.num_zero_steps > 0 or (self.is_guided and self._shares != (0.0, 1.0))
-
-    @property
-    def wrappers(self) -> tuple[BranchWrapper, ...]:
-        """Wrappers of the velocities of the branches: CFG-zero*."""
-        name = self.shared.cfg_zero_star
-        return () if name in (None, "off") else (with_optimised_scale(of_clean=name == "comfyui"),)
+        return self.steps.num_zero > 0 or (self.is_guided and not self.steps.are_all)
 
     @property
     def has_zero_text(self) -> bool:
@@ -161,25 +142,9 @@ class Guidance:
                 f"normalized attention guidance away from the negative prompt: nag_scale {found.scale:g}, nag_tau "
                 f"{found.tau:g}, nag_alpha {found.alpha:g}"
             )
-        return "; ".join(filter(None, (self._passes_note, within, *self._notes_of_branches))) or None
-
-    @property
-    def _notes_of_branches(self) -> list[str]:
-        """Notes on the negative prompt's branch and on steps without it."""
-        notes, (start, stop), shared = [], self._shares, self.shared
-        if self.is_guided and (start, stop) != (0.0, 1.0):
-            notes.append(
-                f"guidance from {start:.4g} to {stop:.4g} of the steps; the others run the prompt's pass alone"
-            )
-        if self.is_guided and self.wrappers:
-            of_what = "what it predicts to be clean" if shared.cfg_zero_star == "comfyui" else "its velocity"
-            notes.append(f"CFG-zero*: the negative prompt's branch with {of_what} scaled to be nearest to the prompt's")
-        if self.num_zero_steps:
-            count = "step changes" if self.num_zero_steps == 1 else f"{self.num_zero_steps} steps change"
-            notes.append(f"CFG-zero*: the first {count} nothing (zero_init_steps)")
-        if self.has_zero_text:
-            notes.append("zeros in place of the encoded negative prompt (negative_encoding)")
-        return notes
+        zeros = "zeros in place of the encoded negative prompt (negative_encoding)" if self.has_zero_text else None
+        steps = self.steps.notes(is_guided=self.is_guided)
+        return "; ".join(filter(None, (self._passes_note, within, *steps, zeros))) or None
 
     @property
     def _passes_note(self) -> str | None:
@@ -224,7 +189,7 @@ def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
             "blurry), or leave out --nag-scale"
         )
     _check_skip(guidance, num_blocks)
-    _check_some_steps(guidance)
+    guidance.steps.check()
     terms = guidance.terms
     if terms is None or not terms.is_perturbed:
         return
@@ -234,22 +199,6 @@ def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
     if beyond:
         raise RequestError(
             f"stg_blocks: expected indices from 0 to {(num_blocks or 0) - 1}, the model's blocks, got {beyond[0]}"
-        )
-
-
-def _check_some_steps(guidance: Guidance) -> None:
-    """Raises RequestError for guidance of no step, and for zero-init that leaves no step of the first stage."""
-    shared = guidance.shared
-    start, num_steps = shared.guidance_start or 0.0, filled(shared.num_inference_steps) - steps_left_out(shared)
-    if shared.guidance_stop is not None and shared.guidance_stop <= start:
-        raise RequestError(
-            f"guidance_stop: expected more than guidance_start, {start:g}, got {shared.guidance_stop:g}; guidance is "
-            "turned off by --guidance-scale"
-        )
-    if guidance.num_zero_steps >= num_steps:
-        raise RequestError(
-            f"zero_init_steps: expected fewer than the {num_steps} steps, got {guidance.num_zero_steps}; its authors "
-            "take 4 % of them"
         )
 
 
