@@ -71,6 +71,6 @@ class GuidedSteps:
             )
         if self.num_zero >= num_steps:
             raise RequestError(
-                f"zero_init_steps: expected fewer than the {num_steps} steps, got {self.num_zero}; its authors take 4 % "
-                "of them"
+                f"zero_init_steps: expected fewer than the {num_steps} steps, got {self.num_zero}; its authors take 4 "
+                "% of them"
             )
