@@ -22,7 +22,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.options import build_options
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.explanation.counted_operations import CountedOperations
-from diffusion_runtime.explanation.explanation import Explanation, explain, implementation_rows
+from diffusion_runtime.explanation.explanation import NOT_RUN, Explanation, explain, implementation_rows
 from diffusion_runtime.explanation.page import render, write_page
 from diffusion_runtime.explanation.text_map import in_tera, schedule_map
 from diffusion_runtime.generation.denoising_stages import stages_of
@@ -224,6 +224,19 @@ def test_what_leaves_out_passes_that_are_counted_is_said() -> None:
     assert found.passes_text == "4 in 4 steps, each of both guidance branches"
     assert not any("counted as if" in remark for remark in explained().remarks)
     assert explained(guidance_mode="two_pass").passes_text == "8 in 4 steps"
+
+
+def test_passes_of_steps_without_guidance_are_not_counted() -> None:
+    """The first step changes nothing, the second has both branches, and the others one."""
+    values: dict[str, Any] = {"zero_init_steps": 1, "guidance_stop": 0.5}
+    found = explained(**values)
+    assert found.passes_text == "3 in 4 steps, 1 of both guidance branches"
+    assert explained(guidance_mode="two_pass", **values).passes_text == "4 in 4 steps"
+    assert {row.backends[0] for row in found.schedule} == {NOT_RUN}
+    assert NOT_RUN not in {name for row in found.schedule for name in row.backends[1:]}
+    # A pass of one branch is half of one with both.
+    of_step = explained().step_seconds
+    assert 0.4 * of_step < found.step_seconds < 0.6 * of_step
 
 
 def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,8 @@ CHUNK_SCHEDULES = ("sequential", "rolling")
 POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
+ZERO_STAR = ("on", "comfyui", "off")
+NEGATIVE_ENCODINGS = ("text", "zeros")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
 NOISES = ("own", "comfyui")
 SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
@@ -86,6 +88,7 @@ COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 # segments; of context windows; of RIFLEx.
 _prompt_field = partial(request_field, panel=WHAT, differs_in_batch=True, repeatable=True)
 _same_field = partial(request_field, pipeline_parameters=OWN_NAME)
+_guidance_field = partial(request_field, used_with=GUIDANCE)
 _rescale_field = partial(_same_field, used_with=ANY_GUIDANCE, off=0.0)
 _nag_field = partial(request_field, refusal=NO_PROMPT)
 _stg_field = partial(_same_field, refusal=NO_SPATIO_TEMPORAL, off=0.0)
@@ -183,6 +186,35 @@ class GenerationRequest:
         f"{EXPERTS[0]} or {EXPERTS[1]}: every step by this expert alone, in models with two.",
         OneOf(EXPERTS),
         refusal=NO_EXPERTS,
+    )
+    # Steps from start on and before stop have guidance, shares of all steps; the others run the prompt's branch alone.
+    guidance_start: float | None = _guidance_field(
+        "Share of the steps, 0 to 1, from which on there is guidance; the others run the prompt alone.",
+        Number(maximum=1.0),
+        off=0.0,
+    )
+    guidance_stop: float | None = _guidance_field(
+        "Share of the steps before which there is guidance.", Number(maximum=1.0), off=1.0
+    )
+    # CFG-zero* (denoising/zero_star.py): the unconditional branch scaled to be nearest to the conditional one; None is
+    # off. First steps whose velocity is 0; None is 0.
+    cfg_zero_star: str | None = _guidance_field(
+        "on: CFG-zero*, the negative branch scaled to be nearest to the prompt's; comfyui: as its node CFGZeroStar "
+        "computes that; or off. See docs/few_steps.md.",
+        OneOf(ZERO_STAR),
+        off="off",
+    )
+    zero_init_steps: int | None = request_field(
+        "First steps that change nothing (zero-init of CFG-zero*), of which its authors take 4 %.",
+        Count(minimum=0),
+        off=0,
+    )
+    # What the second branch is given of the negative prompt; None is text.
+    negative_encoding: str | None = request_field(
+        "text, or zeros: in place of the encoded negative prompt, as ComfyUI's ConditioningZeroOut has it.",
+        OneOf(NEGATIVE_ENCODINGS),
+        used_with=NEGATIVE_TEXT,
+        off="text",
     )
     # The share of the guided velocity that is brought to the conditional one's deviation; None is 0.
     guidance_rescale: float | None = _rescale_field(

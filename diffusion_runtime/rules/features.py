@@ -67,6 +67,7 @@ class ChosenRequest:
             "explicit noise levels": lambda: any(is_set(request, name) for name in EXPLICIT_LEVELS),
             "other steps of the first chunk": lambda: other_steps,
             "spatio-temporal or modality guidance": lambda: terms is not None and bool(terms.further_branches),
+            "guidance of some steps": lambda: settings.guidance.is_of_some_steps,
             "skip-layer guidance": lambda: settings.guidance.skip is not None,
             "image with a strength below 1": lambda: any(s != 1 for _, _, s in request.frame_conditions or ()),
             "ComfyUI's noise": lambda: request.noise == "comfyui",

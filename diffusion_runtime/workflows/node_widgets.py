@@ -15,6 +15,7 @@ BasicScheduler: scheduler steps denoise
 BetaSamplingScheduler: steps alpha beta
 CFGGuider: cfg
 CFGNorm: strength pre_cfg
+CFGZeroStarAndInit: use_zero_init zero_init_steps
 CLIPLoader: clip_name type device
 CLIPLoaderGGUF: clip_name type
 CLIPTextEncode: text
@@ -24,6 +25,7 @@ CLIPVisionLoader: clip_name
 CheckpointLoaderSimple: ckpt_name
 ComfyMathExpression: expression
 ComfySwitchNode: switch
+ConditioningSetTimestepRange: start end
 ControlNetLoader: control_net_name
 CreateVideo: fps bit_depth color_space
 DualCLIPLoader: clip_name1 clip_name2 type device
@@ -43,6 +45,7 @@ ImageFromBatch: batch_index length
 ImageScale: upscale_method width height crop
 ImageScaleBy: upscale_method scale_by
 ImageScaleToMaxDimension: upscale_method largest_size
+ImageStitch: direction match_image_size spacing_width spacing_color
 ImageScaleToTotalPixels: upscale_method megapixels resolution_steps
 KSampler: seed {CONTROL} steps cfg sampler_name scheduler denoise
 KSamplerAdvanced: add_noise noise_seed {CONTROL} steps cfg sampler_name scheduler {_PART}
@@ -82,7 +85,10 @@ SaveAnimatedWEBP: filename_prefix fps lossless quality method
 SaveImage: filename_prefix
 SaveVideo: filename_prefix format codec
 SaveWEBM: filename_prefix codec fps crf
+ScheduledCFGGuidance: cfg start_percent end_percent
 SetFirstSigma: sigma
+SkipLayerGuidanceDiT: double_layers single_layers scale start_percent end_percent rescaling_scale
+SkipLayerGuidanceDiTSimple: double_layers single_layers start_percent end_percent
 SolidMask: value width height
 SplitSigmas: step
 StringConcatenate: string_a string_b delimiter
@@ -91,6 +97,7 @@ TextEncodeQwenImage21: prompt negative_prompt resolution
 TextEncodeQwenImageEdit: prompt
 TextEncodeQwenImageEditPlus: prompt
 TripleCLIPLoader: clip_name1 clip_name2 clip_name3
+TrimVideoLatent: trim_amount
 TrimAudioDuration: start_index duration
 UNETLoader: unet_name weight_dtype
 UnetLoaderGGUF: unet_name
