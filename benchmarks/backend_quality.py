@@ -47,7 +47,6 @@ POOLED = {"tail": "pooled"}
 # By what a table calls them: options under which a method leaves pairs out on a grid of 8 x 8 x 8 tokens, which the
 # draft preset has. The other backends run with their defaults.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "int8_attn": {"int8 values": {}, "float16 values": {"values": "fp16"}},
     "sliding_tile_attn": {
         "window 4x4x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [4, 4, 3]},
         "window 3x3x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [3, 3, 3]},

@@ -145,7 +145,7 @@ def test_what_is_said_is_what_runs() -> None:
     choices: list[dict[str, object]] = [
         {},
         {"default": {"backend": "reference"}},
-        {"default": {"backend": "int8_attn"}, "schedule": rules},
+        {"default": {"backend": "fp8_attn"}, "schedule": rules},
         self_attention("video_sparse_attn", sparsity=0.75, tile_size=[4, 4, 4], dense_first_steps=1),
         self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 4], min_tokens=10**6),
         self_attention("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 2, 2], skip_time_steps=1),

@@ -32,7 +32,7 @@ from diffusion_runtime.attention import (
     register_backend,
     unregister_backend,
 )
-from diffusion_runtime.attention.backends.int8_attn import Int8Backend
+from diffusion_runtime.attention.backends.fp8_attn import Fp8Backend
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
 from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.hardware import Hardware
@@ -318,20 +318,19 @@ def test_what_calls_skip_is_counted_by_every_replay() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("values", ["int8", "fp16"])
-def test_8_bit_attention_quantises_anew_in_a_replay(values: str) -> None:
+def test_8_bit_attention_quantises_anew_in_a_replay() -> None:
     """Of padded keys too, which are cut before scales and means are made."""
     layout = TokenLayout((1, 4, 10), num_suffix_tokens=8, valid_lengths=(3,))
     q, k, v = (torch.randn(1, 48, 2, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 
     def attend() -> torch.Tensor:
-        return attention(q, k, v, layout=layout, backend="int8_attn", options={"values": values})
+        return attention(q, k, v, layout=layout, backend="fp8_attn")
 
     replay = RecordedCapture().capture(attend)
     for x in (q, k, v):
         x.mul_(3).add_(x.roll(1, dims=1))
     assert torch.equal(replay(), attend())
-    assert Int8Backend.not_replayed is None
+    assert Fp8Backend.not_replayed is None
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,6 @@ def test_the_probe_finds_the_embedded_model_launch_bound() -> None:
             True,
         ),
         ({"backend": "vmoba_attn", "extra": {"spatial_chunk_size": [4, 4], "st_chunk_size": [2, 4, 4]}}, True),
-        ("int8_attn", True),
-        ({"backend": "int8_attn", "extra": {"values": "fp16"}}, True),
         ({"backend": "skip_softmax", "extra": {"skip_threshold": 0.1, "dense_first_steps": 1}}, True),
         ({"backend": "video_sparse_attn", "extra": {"sparsity": 0.5, "skip_threshold": 0.1}}, True),
         ({"backend": "sparse_video_gen_2_attn", "extra": {"svg2_num_q_centroids": 8}}, False),

@@ -37,7 +37,6 @@ KNOWN_NAMES = (
     "skip_softmax",
     "sol_attn",
     "fp8_attn",
-    "int8_attn",
 )
 
 ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
@@ -55,7 +54,6 @@ _OWN_MODULES = {
     "flashinfer_attn": "diffusion_runtime.attention.backends.flashinfer_attn",
     "flex_attn": "diffusion_runtime.attention.backends.flex_attn",
     "fp8_attn": "diffusion_runtime.attention.backends.fp8_attn",
-    "int8_attn": "diffusion_runtime.attention.backends.int8_attn",
     "sage_attn": "diffusion_runtime.attention.backends.sage_attn",
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
     "xformers": "diffusion_runtime.attention.backends.xformers",
