@@ -22,6 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy
 import torch
+from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 from PIL import Image
 
 from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, load_pipeline
@@ -29,7 +30,6 @@ from diffusion_runtime.attention import AttentionCall, SparsePlan
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.attention.sparse.tiles import tile_order
 from diffusion_runtime.core.token_layout import Extent
-from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 PROMPT = "a red circle moving left and a blue star standing still on stripes"
@@ -70,7 +70,6 @@ METHODS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "svg2_first_layers_fp": 0.0,
         },
     ),
-    "skip_softmax": ("Skip-softmax, threshold 0.1", 5, {"skip_threshold": 0.1}),
 }
 
 

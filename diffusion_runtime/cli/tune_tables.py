@@ -68,6 +68,8 @@ def _show_fastest(result: FastestResult, terminal: Terminal) -> None:
         terminal.warn(f"{found.ended_by}: what was measured is kept in the file; --minutes N searches longer")
     if not found.is_met:
         terminal.warn("nothing faster is within the budget; the file holds the setting as given")
+    elif result.is_plain:
+        terminal.say("The setting is the plain alternative itself: nothing else is faster within the budget.")
     elif found.plain is None:
         terminal.say("As many plain steps as take that time: all of them.")
 

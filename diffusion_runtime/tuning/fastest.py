@@ -119,15 +119,14 @@ class FastestSearch:
 
     def _say_times(self) -> None:
         """Say what the search takes at most, now that one clip's time is known."""
-        seconds = self.reference.total * self.num_clips
+        each = self.trials.seconds_per_clip or self.reference.total
+        seconds = each * self.num_clips
         schedules = ""
         if self.num_clips_of_schedules:
-            more = duration_text(self.reference.total * self.num_clips_of_schedules)
+            more = duration_text(each * self.num_clips_of_schedules)
             schedules = f", and {more} for schedules by layer and step if a sparse method saves time"
         ends = f"; the search ends after {self.minutes:g} min with the best so far"
-        self.reporter.say(
-            f"a clip as given takes {self.reference.total:.1f} s: at most {duration_text(seconds)}{schedules}{ends}"
-        )
+        self.reporter.say(f"a clip as given takes {each:.1f} s: at most {duration_text(seconds)}{schedules}{ends}")
 
     def _saving(self, axis: Axis, line: Sequence[Choice]) -> list[Choice]:
         """Return the choices of a line that run; none where the strongest saves no time, by one clip."""

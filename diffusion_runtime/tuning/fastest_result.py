@@ -12,6 +12,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BUDGET_NOT_MET
 from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.tuning.axes import plain_steps
 from diffusion_runtime.tuning.combination import AS_GIVEN, Trial
 from diffusion_runtime.tuning.found import Found
 from diffusion_runtime.tuning.result import written_options
@@ -46,6 +47,12 @@ class FastestResult:
         return 0 if self.found.is_met else BUDGET_NOT_MET
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether the setting is the plain alternative itself: fewer steps and nothing else."""
+        plain = self.found.plain
+        return plain is not None and str(self.found.chosen) == plain_steps(plain.num_steps).name
+
+    @property
     def speed_up(self) -> float:
         """How many times as fast as given the setting is."""
         return self.found.reference.total / self.found.verified.total
@@ -56,7 +63,7 @@ class FastestResult:
         rows += [(str(combination), trial, "missed") for combination, trial in self.found.missed]
         if self.found.is_met:
             rows.append((str(self.found.chosen), self.found.verified, "met"))
-        if self.found.plain is not None:
+        if self.found.plain is not None and not self.is_plain:
             state = "met" if self.found.is_plain_met else "missed"
             rows.append((f"plain, {self.found.plain.num_steps} steps", self.found.plain, state))
         return rows

@@ -41,6 +41,7 @@ class Trials:
     metrics: ClipMetrics
     journal: Journal
     num_made: int = 0
+    seconds_made: float = 0.0
     _loaded: tuple[RuntimeConfig, Pipeline] | None = None
     _references: dict[tuple[str, int | None], ReferenceClip] = field(default_factory=dict)
 
@@ -92,6 +93,11 @@ class Trials:
             return error
         return None
 
+    @property
+    def seconds_per_clip(self) -> float | None:
+        """Return the seconds that clips took by the clock on the wall; None where none was made."""
+        return self.seconds_made / self.num_made if self.num_made else None
+
     def close(self) -> None:
         if self._loaded is not None:
             self._loaded[1].close()
@@ -128,10 +134,10 @@ class Trials:
 
         choices = combination.attention(self.dense, request.num_inference_steps or 1)
         with attention_choices(pipeline, choices), watched_latents(pipeline, watch):
-            begin = time.process_time()
+            begin, started = time.process_time(), time.perf_counter()
             media = pipeline(request)
-            processor = time.process_time() - begin
-        self.num_made += 1
+            processor, elapsed = time.process_time() - begin, time.perf_counter() - started
+        self.num_made, self.seconds_made = self.num_made + 1, self.seconds_made + elapsed
         seconds = {stage: float(media.timings.get(stage, 0.0)) for stage in STAGES}
         total = sum(seconds.values())
         scale = processor / total if pipeline.device.type == "cpu" and total > 0 else 1.0

@@ -60,6 +60,7 @@ class World:
     def __init__(self, refused: Sequence[str] = (), failing: Sequence[str] = (), unseen: float = 0.0) -> None:
         self.refused, self.failing, self.unseen = refused, failing, unseen
         self.made: list[tuple[str, int]] = []
+        self.seconds_per_clip: float | None = 3.0
 
     def trial(self, combination: Combination, prompts: Sequence[TunedPrompt], done: Callable[[], None]) -> Trial:
         names = [choice.name for _, choice in combination.choices]
@@ -177,7 +178,8 @@ def test_the_minutes_end_a_search_and_what_was_found_is_verified(monkeypatch: py
     assert found.ended_by in reporter.lines
     assert found.ended_by.startswith("0.5 minutes ended before ")
     assert found.is_met
-    assert "at most" in reporter.lines[0]
+    # The first line has the time by the clock on the wall.
+    assert reporter.lines[0].startswith("a clip as given takes 3.0 s: at most ")
     # Everything at once: nothing was measured, nothing is chosen.
     now[0] = 0.0
     found, _ = searched(world, 1.0, minutes=0.01)

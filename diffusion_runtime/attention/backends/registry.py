@@ -34,7 +34,6 @@ KNOWN_NAMES = (
     "video_sparse_attn",
     "vmoba_attn",
     "sparse_video_gen_2_attn",
-    "skip_softmax",
     "sol_attn",
     "fp8_attn",
 )
@@ -58,7 +57,6 @@ _OWN_MODULES = {
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
     "xformers": "diffusion_runtime.attention.backends.xformers",
     "measured": "diffusion_runtime.attention.measured",
-    "skip_softmax": "diffusion_runtime.attention.sparse.skip_softmax",
     "sliding_tile_attn": "diffusion_runtime.attention.sparse.sliding_tile",
     "sol_attn": "diffusion_runtime.attention.sparse.sol",
     "sparse_video_gen_2_attn": "diffusion_runtime.attention.sparse.sparse_video_gen_2",
