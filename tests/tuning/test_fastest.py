@@ -19,7 +19,7 @@ from diffusion_runtime.tuning.budget import parse_budgets
 from diffusion_runtime.tuning.cells import Cell
 from diffusion_runtime.tuning.clip_metrics import TunedPrompt
 from diffusion_runtime.tuning.combination import Combination, Trial, expected, stretched
-from diffusion_runtime.tuning.fastest import SAVES_FROM, FastestSearch
+from diffusion_runtime.tuning.fastest import LESS_LOSS, SAVES_FROM, FastestSearch
 from diffusion_runtime.tuning.found import Found
 
 PROMPTS = [TunedPrompt(GenerationRequest(text, seed=0, num_inference_steps=12)) for text in ("a", "b", "c", "d")]
@@ -55,10 +55,13 @@ class Silent:
 
 class World:
     """Trials of a machine on which shares of time multiply and losses add up. refused: choices that cannot run;
-    failing: those that fail once they run. unseen: what the other prompts add to the loss of each setting."""
+    failing: those that fail once they run. unseen: what the other prompts add to the loss of each setting. crossed:
+    how many times the sum of their losses a combination of several loses."""
 
-    def __init__(self, refused: Sequence[str] = (), failing: Sequence[str] = (), unseen: float = 0.0) -> None:
-        self.refused, self.failing, self.unseen = refused, failing, unseen
+    def __init__(
+        self, refused: Sequence[str] = (), failing: Sequence[str] = (), unseen: float = 0.0, crossed: float = 1.0
+    ) -> None:
+        self.refused, self.failing, self.unseen, self.crossed = refused, failing, unseen, crossed
         self.made: list[tuple[str, int]] = []
         self.seconds_per_clip: float | None = 3.0
 
@@ -70,6 +73,8 @@ class World:
         seconds, loss, steps = self.figures(combination)
         if combination.choices and prompts[0] is not PROMPTS[0]:
             loss += self.unseen
+        if len(combination.choices) > 1:
+            loss *= self.crossed
         for _ in prompts:
             done()
         return Trial({"latent": math.sqrt(loss)}, (), {"text": 0.0, "denoise": seconds, "decode": 0.0}, steps)
@@ -137,6 +142,17 @@ def test_the_fastest_is_that_of_brute_force(bound: float) -> None:
     assert found.plain is not None
     assert found.plain.num_steps == max(1, round(found.verified.total / (10 / 12)))
     assert len(world.made) < 40
+
+
+def test_a_miss_rules_out_what_is_expected_to_lose_nearly_as_much() -> None:
+    world = World(crossed=4.0)
+    found, _ = searched(world, 0.18)
+    combined = [(world.figures(each)[1], is_met) for each, _, is_met in found.tried if len(each.choices) > 1]
+    missed = list(itertools.takewhile(lambda each: not each[1], combined))
+    assert len(missed) > 1
+    for (before, _), (after, _) in itertools.pairwise(missed):
+        assert after <= LESS_LOSS * before
+    assert found.is_met
 
 
 def test_what_saves_nothing_or_cannot_run_is_left_out_with_its_reason() -> None:
