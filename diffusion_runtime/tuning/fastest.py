@@ -62,12 +62,15 @@ class FastestSearch:
     ended_by: str = ""
 
     def found(self) -> Found:
-        self.deadline = time.monotonic() + 60 * self.minutes * (1 - _SHARE_OF_VERIFICATION)
+        end = time.monotonic() + 60 * self.minutes
         given = Combination()
         if not self.trials.is_measured(given, self.measured):
             # The first clip of a process also imports, allocates and compiles.
             self.trials.warm_up(self.measured[0])
         self.reference = self._trial(given, self.measured)
+        # Verified are the setting as given, what is found, and plain steps.
+        verification = 3 * len(self.verified) * self._seconds_per_clip
+        self.deadline = end - max(verification, 60 * self.minutes * _SHARE_OF_VERIFICATION)
         self._say_times()
         every = [(axis, line) for axis in self.axes for line in axis.lines(self.situation)]
         saving = [(axis, runs) for axis, line in every if (runs := self._saving(axis, line))]
@@ -117,9 +120,13 @@ class FastestSearch:
         cells = len(cells_to_measure(self.sparse_plan, list(self.sparse_plan.ladders)))
         return math.ceil((cells / 2 + math.log2(SPARSE_POINTS + 1)) * len(self.measured))
 
+    @property
+    def _seconds_per_clip(self) -> float:
+        return self.trials.seconds_per_clip or self.reference.total
+
     def _say_times(self) -> None:
         """Say what the search takes at most, now that one clip's time is known."""
-        each = self.trials.seconds_per_clip or self.reference.total
+        each = self._seconds_per_clip
         seconds = each * self.num_clips
         schedules = ""
         if self.num_clips_of_schedules:

@@ -58,8 +58,12 @@ def tune_fastest(
     plan = _sparse_plan(tuning, axes, left_out)
     if plan is None:
         axes = [axis for axis in axes if axis.name != "sparse"]
+    backends = _backends(prepared, requests[0])
+    situation = Situation(requests[0], detect_hardware(str(prepared.device)), backends, _sparsest(plan))
+    axes = [axis for axis in axes if _has_choices(axis, situation, left_out)]
     if not axes:
-        raise ConfigError(f"tune: nothing is left to search: {'; '.join(f'{e.name}: {e.reason}' for e in left_out)}")
+        reasons = "; ".join(f"{each.name}: {each.reason}" for each in left_out)
+        raise ConfigError(f"tune: nothing is left to search: {reasons}")
     identity = _identity(tuning, prepared, dense, requests[0])
     journal = Journal(journal_path, identity)
     if journal.num_found:
@@ -68,12 +72,7 @@ def tune_fastest(
     search = FastestSearch(
         trials=_trials(tuning, runtime if plan is None else plan.prepared.description.config, dense, requests, journal),
         axes=axes,
-        situation=Situation(
-            requests[0],
-            detect_hardware(str(prepared.device)),
-            _backends(prepared, requests[0]),
-            _sparsest(plan),
-        ),
+        situation=situation,
         budgets=tuning.budgets,
         measured=prompts[: tuning.num_measured],
         verified=prompts[tuning.num_measured :],
@@ -122,6 +121,14 @@ def _is_searched(axis: Axis, tuning: Tuning, left_out: list[LeftOut]) -> bool:
         left_out.append(LeftOut(axis.name, reason))
         return False
     return True
+
+
+def _has_choices(axis: Axis, situation: Situation, left_out: list[LeftOut]) -> bool:
+    has_some = any(axis.lines(situation))
+    if not has_some:
+        count = situation.request.num_inference_steps
+        left_out.append(LeftOut(axis.name, f"it has no choice on this machine for {count} steps"))
+    return has_some
 
 
 def _sparse_plan(tuning: Tuning, axes: Sequence[Axis], left_out: list[LeftOut]) -> Plan | None:

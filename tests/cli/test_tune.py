@@ -198,6 +198,7 @@ def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder:
         (("--budget", "psnr>=30", "--minutes", "0"), "--minutes: expected a number above 0"),
         (("--budget", "psnr>=30", "--over", "step,cache"), "--over: unknown axis 'step'. Did you mean 'steps'?"),
         (("--budget", "psnr>=30", "--over", "resolution"), "nothing is left to search: resolution: it makes another"),
+        (("--budget", "psnr>=30", "--over", "step-cache"), "step-cache: it has no choice on this machine for 2 steps"),
         (("--budget", "psnr>=30", "--over", "steps", "--num-gpus", "2"), "one process"),
         (("--budget", "psnr>=30", "--methods", "svg2"), "no ladder of densities"),
         (("--budget", "accuracy>=dense-0.02", "--methods", "vsa"), "accuracy is known for prompts of the embedded"),

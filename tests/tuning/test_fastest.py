@@ -63,7 +63,7 @@ class World:
     ) -> None:
         self.refused, self.failing, self.unseen, self.crossed = refused, failing, unseen, crossed
         self.made: list[tuple[str, int]] = []
-        self.seconds_per_clip: float | None = 3.0
+        self.seconds_per_clip: float | None = 1.0
 
     def trial(self, combination: Combination, prompts: Sequence[TunedPrompt], done: Callable[[], None]) -> Trial:
         names = [choice.name for _, choice in combination.choices]
@@ -195,7 +195,11 @@ def test_the_minutes_end_a_search_and_what_was_found_is_verified(monkeypatch: py
     assert found.ended_by.startswith("0.5 minutes ended before ")
     assert found.is_met
     # The first line has the time by the clock on the wall.
-    assert reporter.lines[0].startswith("a clip as given takes 3.0 s: at most ")
+    assert reporter.lines[0].startswith("a clip as given takes 1.0 s: at most ")
+    # Clips so long that verifying takes all of it: nothing is searched.
+    now[0], world.seconds_per_clip = 0.0, 10.0
+    found, _ = searched(world, 1.0, minutes=0.5)
+    assert (found.is_met, found.alone) == (False, [])
     # Everything at once: nothing was measured, nothing is chosen.
     now[0] = 0.0
     found, _ = searched(world, 1.0, minutes=0.01)
