@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Situation:
-    """What choices depend on. request: resolved. backends: of self-attention, as given. sparse: the sparsest setting of
+    """The request and machine that choices depend on. request: resolved. backends: of self-attention, as given. sparse: the sparsest setting of
     each sparse method, all layers and steps alike."""
 
     request: GenerationRequest

@@ -137,7 +137,15 @@ class FastestSearch:
 
     def _saving(self, axis: Axis, line: Sequence[Choice]) -> list[Choice]:
         """Return the choices of a line that run; none where the strongest saves no time, by one clip."""
-        runnable = [choice for choice in line if self._runs(axis, choice)]
+        runnable = []
+        for choice in line:
+            error = self.trials.refusal_of(
+                Combination(((axis.name, choice),)), self.situation.request.num_inference_steps or 1
+            )
+            if error is None:
+                runnable.append(choice)
+            else:
+                self._leave_out(choice.name, _first_line(error))
         if not runnable or self._is_late(f"{axis.name}: {runnable[-1].name}"):
             return []
         trial = self._tried(axis.name, runnable[-1], self.measured[:1])
@@ -178,7 +186,7 @@ class FastestSearch:
         todo = cells_to_measure(plan, methods)
         pipeline = self.trials.pipeline(Combination())
         measurement = Measurement(pipeline, self.trials.dense, ("latent",), self.trials.journal)
-        with self._counted(f"sensitivity of {len(plan.cells)} cells", len(todo) * len(self.measured)) as done:
+        with _counted(self.reporter, f"sensitivity of {len(plan.cells)} cells", len(todo) * len(self.measured)) as done:
             measured = sensitivities(todo, self.measured, measurement.distance, done)
         line = frontier(plan.cells, measured)[1:]
         kept = {id(point) for point in thinned([point for _, point in line], SPARSE_POINTS)}
@@ -189,13 +197,6 @@ class FastestSearch:
             if id(point) in kept
         ]
         return [(mine[0][0], choices)]
-
-    def _runs(self, axis: Axis, choice: Choice) -> bool:
-        combination = Combination(((axis.name, choice),))
-        error = self.trials.refusal_of(combination, self.situation.request.num_inference_steps or 1)
-        if error is not None:
-            self._leave_out(choice.name, _first_line(error))
-        return error is None
 
     def _combined(self, met: Sequence[tuple[str, Choice, Trial]]) -> list[tuple[Combination, Trial, bool]]:
         """Try combinations of choices that are within the bound alone, the fastest first."""
@@ -251,7 +252,7 @@ class FastestSearch:
         return None, None, missed
 
     def _plain(self, verified: Trial, reference: Trial) -> Trial | None:
-        """As many steps as given as take the time of the setting that was found; None where it saves none."""
+        """Return the figures of as many plain steps as take the time of the setting; None where it saves none."""
         others = reference.total - reference.seconds["denoise"]
         per_step = reference.seconds["denoise"] / reference.num_steps
         count = max(1, round((verified.total - others) / per_step)) if per_step > 0 else reference.num_steps
@@ -271,7 +272,7 @@ class FastestSearch:
             return None
 
     def _trial(self, combination: Combination, prompts: Sequence[TunedPrompt]) -> Trial:
-        with self._counted(str(combination), len(prompts)) as done:
+        with _counted(self.reporter, str(combination), len(prompts)) as done:
             return self.trials.trial(combination, prompts, done)
 
     def _is_met(self, trial: Trial, reference: Trial) -> bool:
@@ -292,18 +293,19 @@ class FastestSearch:
         self.left_out.append(LeftOut(name, reason))
         self.reporter.say(f"left out: {name}: {reason}")
 
-    @contextmanager
-    def _counted(self, title: str, count: int) -> Iterator[Callable[[], None]]:
-        """Progress over clips, with the time that is left."""
-        started, finished = time.perf_counter(), 0
-        with self.reporter.progress(f"{title}: {count} clips") as view:
 
-            def done() -> None:
-                nonlocal finished
-                finished += 1
-                view.update(Progress("clips", finished, count, time.perf_counter() - started))
+@contextmanager
+def _counted(reporter: Reporter, title: str, count: int) -> Iterator[Callable[[], None]]:
+    """Context manager: progress over clips, with the time that is left."""
+    started, finished = time.perf_counter(), 0
+    with reporter.progress(f"{title}: {count} clips") as view:
 
-            yield done
+        def done() -> None:
+            nonlocal finished
+            finished += 1
+            view.update(Progress("clips", finished, count, time.perf_counter() - started))
+
+        yield done
 
 
 def _first_line(error: Exception) -> str:

@@ -54,7 +54,7 @@ class FastestResult:
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast as given the setting is."""
+        """The time as given over that of the setting."""
         return self.found.reference.total / self.found.verified.total
 
     def rows(self) -> list[tuple[str, Trial, str]]:
