@@ -45,8 +45,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Situation:
-    """The request and machine that choices depend on. request: resolved. backends: of self-attention, as given. sparse: the sparsest setting of
-    each sparse method, all layers and steps alike."""
+    """The request and machine that choices depend on. request: resolved. backends: of self-attention, as given.
+    sparse: the sparsest setting of each sparse method, all layers and steps alike."""
 
     request: GenerationRequest
     hardware: Hardware
