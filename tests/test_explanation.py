@@ -76,7 +76,7 @@ def test_operations_are_those_of_the_layers() -> None:
             {"moba_select_mode": "topk", "first_full_step": 0, "temporal_topk": 2, "temporal_chunk_size": 1},
         ),
         ("sol_attn", {"top_k": 0.5}),
-        ("skip_softmax", {"skip_threshold": 0.1}),
+        ("sol_attn", {"tau": 1.0}),
     ],
 )
 def test_expected_density_is_that_of_the_plan(backend: str, options: dict[str, object]) -> None:
@@ -92,7 +92,7 @@ def test_expected_density_is_that_of_the_plan(backend: str, options: dict[str, o
     call = AttentionCall(AttentionInputs(q, k, v, layout), built, layer, step, RequestCache())
     plan = found.plan(call)
     if expected is None:
-        assert backend == "skip_softmax"
+        assert options == {"tau": 1.0}
         return
     if plan.row_mask is None:
         pairs = float(plan.block_mask.float().mean())
@@ -133,7 +133,6 @@ def test_what_is_said_is_what_runs_on_a_gpu() -> None:
         self_attention("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 4, 4], skip_time_steps=1),
         self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1),
         self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
-        self_attention("skip_softmax", dense_first_steps=1),
         self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 8], tail="pooled"),
         self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1, tail="pooled"),
     ]
@@ -145,13 +144,12 @@ def test_what_is_said_is_what_runs() -> None:
     choices: list[dict[str, object]] = [
         {},
         {"default": {"backend": "reference"}},
-        {"default": {"backend": "int8_attn"}, "schedule": rules},
+        {"default": {"backend": "fp8_attn"}, "schedule": rules},
         self_attention("video_sparse_attn", sparsity=0.75, tile_size=[4, 4, 4], dense_first_steps=1),
         self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 4], min_tokens=10**6),
         self_attention("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 2, 2], skip_time_steps=1),
         self_attention("vmoba_attn", first_full_step=1, first_full_layer=1, temporal_topk=1, temporal_chunk_size=1),
         self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
-        self_attention("skip_softmax", dense_first_steps=1),
         self_attention("sol_attn", top_k=0.5, dense_first_steps=1),
     ]
     check_what_is_said("cpu", choices)

@@ -59,14 +59,14 @@ def test_one_object_and_files(command: Command, tiny_wan_folder: Path, tmp_path:
 
 def test_ours_has_the_settings_of_generate(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "generate.json"
-    sparse = ("--attention-backend", "skip_softmax", "--attention-backend-config", "skip_threshold=0.5")
+    sparse = ("--attention-backend", "sol_attn", "--attention-backend-config", "top_k=0.5")
     flags = (*sparse, "--quantization", "fp8", "--cuda-graphs", "off", "--no-diffusers", "--repeats", "1", "-o", path)
     shown = command("bench", "generate", "shapes", *QUICK, *flags)
     assert shown.code == 0
     result = json.loads(path.read_text())
     assert result["settings"] == {
         "lora": [],
-        "attention_override": {"default": {"backend": "skip_softmax", "extra": {"skip_threshold": 0.5}}},
+        "attention_override": {"default": {"backend": "sol_attn", "extra": {"top_k": 0.5}}},
         "quantization": "fp8",
         "cuda_graphs": "off",
         "offload": "auto",
@@ -74,7 +74,7 @@ def test_ours_has_the_settings_of_generate(command: Command, tmp_path: Path) -> 
         "vae_decode": "exact",
     }
     (row,) = result["rows"]
-    assert any("weights below 0.5 skipped" in line for line in row["ran"])
+    assert any("sol_attn" in line for line in row["ran"])
     assert any(line.startswith("quantised linear layers: ") for line in row["ran"])
     assert "quantised linear layers: " in shown.out
 
