@@ -28,6 +28,7 @@ from tiny_models import write_tiny_wan
 from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
+from tiny_scail_2 import write_tiny_scail_2
 from tiny_seedvr2 import write_tiny_seedvr2
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
@@ -59,6 +60,7 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "anima": write_tiny_anima,
     "moss_image": write_tiny_moss_image,
     "seedvr2": write_tiny_seedvr2,
+    "scail_2": write_tiny_scail_2,
 }
 
 
