@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +34,8 @@ MISSING = {
 }
 # The values of red, green and blue above which a colour is on.
 ON = 225
+# Levels by which compression moves colours, and the least share of a mask's pixels that still have one.
+_ROUNDING, _LEAST_SHARE = 30, 0.8
 # White and the colours, by which of red, green and blue are on, in the order of the channels that models read.
 CLASSES = ((1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1))
 
@@ -71,14 +73,14 @@ class MaskedDrivingVideo(DrivingVideo):
         for image, mask in zip(images, masks, strict=True):
             sizes = inspect_picture(mask, "image_mask_path").size, inspect_picture(image).size
             _check_size(f"image_mask_path: {mask}", sizes, f"its image {image}")
-        if not _has_character([open_picture(masks[0], "image_mask_path")]):
-            raise RequestError(_no_character(f"image_mask_path: {masks[0]}"))
+        for mask in masks:
+            # Another view may be of the background alone.
+            _check_mask("image_mask_path", mask, 1, marks_character=mask == masks[0])
         video = self.check_length(request.video_path, "video_path", "the motion", size)
-        mask = self.check_length(request.mask_path, "mask_path", "the masks of the driving video", size)
-        sizes = (mask.width, mask.height), (video.width, video.height)
+        of_video = self.check_length(request.mask_path, "mask_path", "the masks of the driving video", size)
+        sizes = (of_video.width, of_video.height), (video.width, video.height)
         _check_size(f"mask_path: {request.mask_path}", sizes, f"its video {request.video_path}")
-        if not _shows_character(request.mask_path, size.num_frames, os.stat(request.mask_path).st_mtime_ns):
-            raise RequestError(_no_character(f"mask_path: {request.mask_path}"))
+        _check_mask("mask_path", request.mask_path, size.num_frames)
 
     def _check_segments(self, request: GenerationRequest, size: ClipSize) -> None:
         """Check that a longer video is made in whole segments, from latents of whole frames."""
@@ -100,6 +102,13 @@ class MaskedDrivingVideo(DrivingVideo):
         for path in image_paths(request, "image_path"):
             yield from _cut(f"image_path: {path}", inspect_picture(path).size, size)
         yield from self.video_remarks(request.video_path, size)
+        replaces, mask = request.character_mode == "replace", request.mask_path
+        if mask is not None and _inspect_mask("mask_path", mask, size.num_frames).is_white != replaces:
+            found, mode, other = ("black", "replace", "animate") if replaces else ("white", "animate", "replace")
+            yield (
+                f"mask_path: {mask}: its background is mostly {found}, and --character-mode is {mode}, which was "
+                f"trained with the other; {other} takes this one"
+            )
 
 
 def covering(picture: Any, height: int, width: int) -> Any:
@@ -135,19 +144,44 @@ def _check_size(named: str, sizes: tuple[tuple[int, int], tuple[int, int]], of: 
         )
 
 
-def _no_character(named: str) -> str:
-    return f"{named} marks no character: expected {_COLORS} where one is; black and white are the background"
+@dataclass(frozen=True)
+class _MaskFacts:
+    """share: of the first picture's pixels that have a colour of masks. is_white: whether more of them are white than
+    black. has_character: whether any picture has a character's colour."""
+
+    share: float
+    is_white: bool
+    has_character: bool
 
 
+def _check_mask(field: str, path: str, most: int, *, marks_character: bool = True) -> None:
+    """Check that a file is a mask in colours, with a character where it must have one. Raises RequestError."""
+    facts, colors = _inspect_mask(field, path, most), f"{_COLORS} where a character is; black and white are background"
+    if facts.share < _LEAST_SHARE:
+        raise RequestError(
+            f"{field}: {path} is no mask: {100 * facts.share:.0f} % of its pixels have the colour of one; expected "
+            f"{colors}"
+        )
+    if marks_character and not facts.has_character:
+        raise RequestError(f"{field}: {path} marks no character: expected {colors}")
+
+
+def _inspect_mask(field: str, path: str, most: int) -> _MaskFacts:
+    state = os.stat(path)
+    return _inspected(field, path, most, (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+# A dry run, the checks of every prompt and the report ask again and again; a changed file is another entry.
 @functools.lru_cache(maxsize=64)
-def _shows_character(path: str, most: int, _state: int) -> bool:
-    return _has_character(each_picture(path, "mask_path", most))
+def _inspected(field: str, path: str, most: int, _state: tuple[int, ...]) -> _MaskFacts:
+    pictures = iter([open_picture(path, field)]) if field == "image_mask_path" else each_picture(path, field, most)
+    first = numpy.asarray(next(pictures))
+    dark, bright = first < 255 - ON + _ROUNDING, first > ON - _ROUNDING
+    is_white = bool(bright.all(axis=-1).sum() > dark.all(axis=-1).sum())
+    has_character = any(map(_has_character, itertools.chain([first], map(numpy.asarray, pictures))))
+    return _MaskFacts(float((dark | bright).all(axis=-1).mean()), is_white, has_character)
 
 
-def _has_character(pictures: Iterable[Any]) -> bool:
-    """Return whether a pixel of a picture has a character's colour."""
-    for picture in itertools.chain(pictures):
-        on = numpy.asarray(picture) > ON
-        if (on.any(axis=-1) & ~on.all(axis=-1)).any():
-            return True
-    return False
+def _has_character(pixels: Any) -> bool:
+    on = pixels > ON
+    return bool((on.any(axis=-1) & ~on.all(axis=-1)).any())

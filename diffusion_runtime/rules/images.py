@@ -24,7 +24,6 @@ from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.draft import Draft
 from diffusion_runtime.untrusted.files import named
 
-
 # What a model says of a file that it needs and a request does not name, and what to do.
 _MISSING = {
     "mask_path": "this model repaints a part of an image; give its mask, white where it is repainted",

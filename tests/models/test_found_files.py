@@ -453,6 +453,7 @@ ANIMATE_2 = '{"transformer": {"model_type": "animate2"}}'
         ("wan2.1-1.3b", "z_image_turbo_bf16", {}, "wan2.1-1.3b", "tensors"),
         ("krea-2-raw", "krea2_turbo_fp8_scaled", {}, "krea-2-turbo", "name"),
         ("wan2.2-animate-2-14b", "wan_2", {"config": ANIMATE_2}, "wan2.2-animate-2-14b", "metadata"),
+        ("scail-2-14b", "wan2.1_14B_SCAIL_2_fp16", {}, "scail-2-14b", "tensors"),
     ],
 )
 def test_a_published_model_is_recognised(

@@ -25,6 +25,7 @@ from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
 from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
+from tiny_scail_2 import write_tiny_scail_2
 from tiny_seedvr2 import write_tiny_seedvr2
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
@@ -78,6 +79,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, caches_references=True),
     "flux.3-image-klein": partial(write_tiny_flux3, flow_map=True),
     "wan2.2-animate-2-14b-distilled": partial(write_tiny_wan_animate_2, distilled=True),
+    "scail-2-14b": write_tiny_scail_2,
     "seedvr2-3b": write_tiny_seedvr2,
     "seedvr2-7b": partial(write_tiny_seedvr2, is_large=True),
     **dict.fromkeys(("moss-image-sft", "moss-image-base"), partial(write_tiny_moss_image, num_layers=23)),

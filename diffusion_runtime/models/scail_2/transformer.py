@@ -5,8 +5,8 @@
     images, their masks -> tokens -------------------------+
 
 All tokens are at one timestep. Images are before the clip in time; in place of characters of the video they are at its
-beginning, 120 rows below. The driving video is at the clip's times, 120 columns to the right, and each of its tokens has
-the mean rotation of the four tokens that it covers, which shortens it. Frames that are known stay as they are. The
+beginning, 120 rows below. The driving video is at the clip's times, 120 columns to the right, and each of its tokens
+has the mean rotation of the four tokens that it covers, which shortens it. Frames that are known stay as they are. The
 tokens behind the clip's are text to attention layers: attended to by all, and whole on every process. Shapes as in
 wan/transformer.py.
 """

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import RunBlock, Streams
 from diffusion_runtime.core.latent_geometry import LatentGeometry

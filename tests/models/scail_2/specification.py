@@ -1,5 +1,5 @@
-"""The SCAIL-2 transformer and pipeline as its authors describe them, in plain float64 operations: an oracle, as diffusers
-has no classes of it."""
+"""The SCAIL-2 transformer and its sampling as its authors have them, in plain float64 operations: an oracle, as
+diffusers has no classes of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLORS = ((1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 
 
 
 def mask_latents(pixels: torch.Tensor) -> torch.Tensor:
-    """[3, frames, height, width] in [-1, 1] to [28, latent frames, height / 8, width / 8], pixel by pixel of latents."""
+    """[3, frames, height, width] in [-1, 1] to [28, latent frames, height / 8, width / 8]."""
     _, frames, height, width = pixels.shape
     levels = pixels * 127.5 + 127.5
     rows = []
@@ -68,8 +68,8 @@ def specified(
     """The velocity of one sample, float64.
 
     x: [16, T, H, W], its first `known` frames clean. text: [text_len, text_dim], zeros behind the prompt. clip: tokens
-    of the image encoder. driving: [16, T, H / 2, W / 2]; images: [16, N, H, W], the first image last; masks beside, [28,
-    ...].
+    of the image encoder. driving: [16, T, H / 2, W / 2]; images: [16, N, H, W], the first image last; masks of these
+    with 28 channels.
     """
     w = {name: each.double() for name, each in w.items()}
     dim, heads, eps = config["dim"], config["num_heads"], config["eps"]
@@ -156,8 +156,8 @@ def sampled(
     num_steps: int,
     history: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Denoise with one of diffusers' schedulers; `history`, clean latents of the first frames, is put in before and after
-    every step."""
+    """Denoise with one of diffusers' schedulers; `history`, clean latents of the first frames, is put in before and
+    after every step."""
 
     def with_history(latents: torch.Tensor) -> torch.Tensor:
         return latents if history is None else torch.cat([history, latents[:, history.shape[1] :]], dim=1)

@@ -1,4 +1,4 @@
-"""Animations of SCAIL-2 against the specification, with the parts of transformers and diffusers, on tiny weights: latents
+"""Animations of SCAIL-2 against the specification, with parts of transformers and diffusers, on tiny weights: latents
 within 1e-4, frames alike."""
 
 from __future__ import annotations
@@ -283,9 +283,11 @@ def test_a_picture_is_scaled_as_torchvision_does(columns: int, rows: int) -> Non
         ({"image_mask_path": "wide_mask0"}, "wide_mask0.png is 131 x 64 .*, its image .* 96 x 64; a mask has the size"),
         (
             {"image_mask_path": "white"},
-            "white.png marks no character: expected blue, .*; black and white are the backg",
+            "white.png marks no character: expected blue, .*; black and white are backg",
         ),
         ({"mask_path": "black"}, "mask_path: .*black.npy marks no character"),
+        ({"mask_path": "video"}, "mask_path: .*video.npy is no mask: [0-9]+ % of its pixels have the colour of one"),
+        ({"image_path": "mask0", "image_mask_path": "image0"}, "image_mask_path: .*image0.png is no mask"),
         ({"mask_path": "wide_video_mask"}, "wide_video_mask.npy is 131 x 64 .*, its video .* 96 x 64"),
         (
             {"mask_path": "mask0"},
@@ -314,3 +316,17 @@ def test_a_size_follows_from_the_image(folder: Path, files: dict[str, str], tmp_
     for values, expected in (({}, (512, 896)), (upright, (896, 512))):
         resolved = rules.resolve(request(files, height=None, width=None, **values))
         assert (resolved.height, resolved.width) == expected
+
+
+def test_the_defaults_are_those_of_the_authors_program(folder: Path, files: dict[str, str]) -> None:
+    """generate.py of zai-org/SCAIL-2, branch wan-scail2."""
+    rules = inspect_pipeline(RuntimeConfig(str(folder), device="cpu")).rules
+    asked = {"image_path": "image0", "image_mask_path": "mask0", "video_path": "video", "mask_path": "video_mask"}
+    resolved = rules.resolve(
+        GenerationRequest("-", num_frames=13, **{name: files[each] for name, each in asked.items()})
+    )
+    found = (resolved.num_inference_steps, resolved.guidance_scale, resolved.flow_shift, resolved.sampler)
+    assert found == (40, 5.0, 3.0, "unipc")
+    assert (resolved.segment_frames, resolved.segment_overlap, resolved.fps) == (81, 5, 16)
+    assert (resolved.negative_prompt, resolved.character_mode) == ("", "animate")
+    assert (resolved.height, resolved.width) == (512, 896)
