@@ -71,7 +71,7 @@ FAMILY: ModelFamily[Scail2Config, LatentGeometry] = ModelFamily(
         check_parts=_check_parts,
     ),
     roles=(("self", "self"), ("cross", "cross"), (IMAGE_ROLE, "cross")),
-    requests=Requests(defaults=published_defaults("scail-2-14b"), fields=("character_mode",)),
+    requests=Requests(defaults=published_defaults("scail-2-14b"), fields=("character_mode",), in_comfyui_order=True),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(
             ((config.max_tokens, config.text_dim),),
