@@ -461,7 +461,8 @@ class GenerationRequest:
         "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
         MediaFiles(),
         flag="--reference",
-        refusal="this model takes no references, as minimax-h3-ref2va does; leave --reference out",
+        refusal="this model takes no references, as minimax-h3-ref2va does, or a folder of MiniMax-H3 with --workflow "
+        "ref2va; leave --reference out",
     )
     video_path: str | None = _input_field(
         "A control video (depth, pose, edges), one to make parts of anew (--mask-path), or to restore.",

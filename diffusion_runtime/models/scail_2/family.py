@@ -47,16 +47,14 @@ def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dty
 
 def _adapt(model: _Model) -> _Model:
     """Return the model with its inputs."""
-    factor = model.geometry.temporal_factor
+    geometry = model.geometry
+    control = MaskedDrivingVideo(geometry, model.config.mask_channels)
+    load = partial(Scail2Conditioner.load, model.folder, temporal_factor=geometry.temporal_factor)
     return dataclasses.replace(
         model,
         inputs=ImageInputs(images=FILES, size_of_image=size_of_image, missing=MISSING),
-        sampling=dataclasses.replace(
-            model.sampling,
-            control=MaskedDrivingVideo(model.geometry, model.config.mask_channels),
-            segments="continued",
-        ),
-        load_image_conditioner=partial(Scail2Conditioner.load, model.folder, temporal_factor=factor, has_tokens=True),
+        sampling=dataclasses.replace(model.sampling, control=control, segments="continued"),
+        load_image_conditioner=load,
     )
 
 

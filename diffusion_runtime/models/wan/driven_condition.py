@@ -46,7 +46,13 @@ class DrivenConditioner(ImageConditioner):
 
     @classmethod
     def load(
-        cls, folder: AnyFolder, device: torch.device, dtype: torch.dtype, *, temporal_factor: int, has_tokens: bool
+        cls,
+        folder: AnyFolder,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        temporal_factor: int,
+        has_tokens: bool = True,
     ) -> Self:
         """Load a model folder's `vae` encoder, and with has_tokens its `image_encoder`. Raises ModelLoadError."""
         tokens = load_clip_image_encoder(folder, device, dtype, prepares=False) if has_tokens else None
