@@ -48,8 +48,14 @@ def _clip(call: Call) -> tuple[Any, ...]:
     if (seen := call.maybe("clip_vision_output", VisionValue)) is not None:
         given["vision"] = seen
     call.maybe("vae", VaeValue)
-    sizes = {"width": call.size("width", 512), "height": call.size("height", 896), "frames": call.size("length", 81)}
-    latent = LatentValue(call.node, given=given, batch=call.whole("batch_size", 1), **sizes)
+    latent = LatentValue(
+        call.node,
+        call.size("width", 512),
+        call.size("height", 896),
+        call.size("length", 81),
+        call.whole("batch_size", 1),
+        given,
+    )
     return positive, negative, latent, 0
 
 

@@ -72,7 +72,7 @@ class Scail2Conditioner(DrivenConditioner):
         shares = F.interpolate((on == classes).all(dim=1).float(), size=latents.shape[-2:], mode="area")
         # The first latent frame is one frame, which fills all of its channels.
         whole = torch.cat([shares[:, :1].expand(-1, self.temporal_factor - 1, -1, -1), shares], dim=1)
-        packed = whole.unflatten(1, (-1, self.temporal_factor)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+        packed = torch.unflatten(whole, 1, (-1, self.temporal_factor)).permute(2, 0, 1, 3, 4).flatten(0, 1)
         return torch.cat([latents, packed[None].to(latents)], dim=1)
 
 

@@ -69,7 +69,7 @@ class Scail2Transformer(WanTransformer):
         tokens = []
         for embedding, each in zip((self.driving_embedding, self.patch_embedding), _further(inputs), strict=True):
             numbers = each.to(self.out.weight.dtype)
-            latents, mask = numbers.split([self.config.num_channels, self.config.mask_channels], dim=1)
+            latents, mask = numbers.tensor_split([self.config.num_channels], dim=1)
             known = torch.ones_like(latents[:, : self.config.condition_channels])
             tokens.append(embedding(torch.cat([latents, known], dim=1)) + self.mask_embedding(mask))
         return torch.cat(tokens, dim=1)
@@ -77,16 +77,12 @@ class Scail2Transformer(WanTransformer):
     def _with_image(self, latents: torch.Tensor, image: ImageCondition | None) -> torch.Tensor:
         """Return latents with the known frames in them, before the mask of these."""
         assert image is not None, "the condition is made of every request"
-        mask, known = self._known(latents, image)
+        own = image.latents.to(latents.device, latents.dtype)
+        mask, known = own.tensor_split([self.config.condition_channels], dim=1)
         return torch.cat([torch.where(mask[:, :1] > 0, known, latents), mask], dim=1)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         return self._with_image(latents, inputs.image)[:, : self.config.num_channels]
-
-    def _known(self, latents: torch.Tensor, image: ImageCondition) -> tuple[torch.Tensor, torch.Tensor]:
-        own = image.latents.to(latents.device, latents.dtype)
-        mask, known = own.split([self.config.condition_channels, self.config.num_channels], dim=1)
-        return mask, known
 
     def _rotations(self, grid: Extent, inputs: DenoiserInputs, context: AttentionContext) -> torch.Tensor:
         num_images, replaces = _further(inputs)[1].shape[2], inputs.request.character_mode == "replace"

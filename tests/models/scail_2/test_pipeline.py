@@ -21,7 +21,7 @@ from tiny_scail_2 import CONFIG, MAX_TEXT_TOKENS, TINY_SIZES, write_tiny_scail_2
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.loading import inspect_pipeline
-from diffusion_runtime.models.character_masks import covering
+from diffusion_runtime.models.character_masks import MaskedDrivingVideo, covering
 
 from .specification import mask_latents, sampled, specified
 
@@ -330,3 +330,14 @@ def test_the_defaults_are_those_of_the_authors_program(folder: Path, files: dict
     assert (resolved.segment_frames, resolved.segment_overlap, resolved.fps) == (81, 5, 16)
     assert (resolved.negative_prompt, resolved.character_mode) == ("", "animate")
     assert (resolved.height, resolved.width) == (512, 896)
+
+
+def test_memory_is_planned_for_the_shapes_of_the_condition(ours: Pipeline, files: dict[str, str]) -> None:
+    several = {"image_path": (files["image0"], files["image1"]), "image_mask_path": (files["mask0"], files["mask1"])}
+    asked = ours.resolve(request(files, num_frames=9, **several))
+    size = ours.rules.settings(asked).size
+    control = ours.rules.sampling.control
+    assert isinstance(control, MaskedDrivingVideo)
+    found = ours.parts.image_conditioner.condition(asked, size)
+    assert [tuple(each.shape[1:]) for each in found.further] == list(control.further_shapes(asked, size))
+    assert tuple(found.latents.shape) == (1, 20, 3, HEIGHT // 8, WIDTH // 8)
