@@ -127,6 +127,12 @@ def _to_json_object(
     }
 
 
+def _comes(model: PublishedModel) -> str:
+    if not model.download_gb:
+        return "inside"
+    return f"{'files of yours' if model.files_alone else 'download'} {_gigabytes(model.download_gb)}"
+
+
 def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) -> None:
     from rich.text import Text
 
@@ -135,7 +141,7 @@ def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) ->
         (
             # Three columns: the longest path and four do not fit into 80 characters.
             f"{model.model_path}\n  {f'{model.name}: ' if model.is_download else ''}{model.makes}, "
-            + (f"download {_gigabytes(model.download_gb)}" if model.download_gb else "inside")
+            + _comes(model)
             + _needs(model),
             *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
         )

@@ -81,6 +81,7 @@ SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
 EXPERTS = ("high_noise", "low_noise")
 CONTEXT_NOISES = ("repeated", "random")
 COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
+CHARACTER_MODES = ("animate", "replace")
 
 # Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
 # pictures with sound; of a second stage; of a predicted length; of a file or how it counts; of a ControlNet; of causal
@@ -492,7 +493,8 @@ class GenerationRequest:
         "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
         MediaFiles(),
         flag="--reference",
-        refusal="this model takes no references, as minimax-h3-ref2va does; leave --reference out",
+        refusal="this model takes no references, as minimax-h3-ref2va does, or a folder of MiniMax-H3 with --workflow "
+        "ref2va; leave --reference out",
     )
     video_path: str | None = _input_field(
         "A control video (depth, pose, edges), one to make parts of anew (--mask-path), or to restore.",
@@ -545,6 +547,20 @@ class GenerationRequest:
         MaskFile(),
         pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
         refusal="this model takes no mask; leave it out",
+    )
+    # The masks of the images of image_path, one for each in their order, of their sizes, in the colours of characters.
+    image_mask_path: str | tuple[str, ...] | None = _input_field(
+        "The mask of --image-path, in the colours of characters, for models that animate them; again for each further "
+        "image.",
+        ImageFile(several=True),
+        refusal="this model takes no masks in the colours of characters, as SCAIL-2 does; leave it out",
+    )
+    # What becomes of the characters of a driving video.
+    character_mode: str | None = request_field(
+        "animate: the characters of the images move as in --video-path; replace: they take the place of its own.",
+        OneOf(CHARACTER_MODES),
+        refusal="this model animates no characters by masks, as SCAIL-2 does; leave it out",
+        off=CHARACTER_MODES[0],
     )
     # How much the control blocks add, one number or one for each; None is 1.
     conditioning_scale: float | tuple[float, ...] | None = _input_field(

@@ -10,6 +10,7 @@ CONTROL = "control_after_generate"
 EDITOR_KINDS = frozenset({"MarkdownNote", "Note", "Reroute", "PrimitiveNode", "SetNode", "GetNode", "Label (rgthree)"})
 
 _PART = "start_at_step end_at_step return_with_leftover_noise"
+_SCAIL = "pose_strength pose_start pose_end video_frame_offset previous_frame_count replacement_mode"
 _ORDER = f"""
 BasicScheduler: scheduler steps denoise
 BetaSamplingScheduler: steps alpha beta
@@ -78,6 +79,7 @@ PrimitiveString: value
 PrimitiveStringMultiline: value
 RandomNoise: noise_seed {CONTROL}
 ResolutionSelector: aspect_ratio megapixels multiple
+SCAIL2ColoredMask: object_indices sort_by replacement_mode
 SamplerCustom: add_noise noise_seed {CONTROL} cfg
 SamplerEulerAncestral: eta s_noise
 SamplerLCM: s_noise s_noise_end noise_clip_std
@@ -106,6 +108,7 @@ VAELoader: vae_name
 Wan22ImageToVideoLatent: width height length batch_size
 WanFirstLastFrameToVideo: width height length batch_size
 WanImageToVideo: width height length batch_size
+WanSCAILToVideo: width height length batch_size {_SCAIL}
 WanVaceToVideo: width height length batch_size strength
 """
 WIDGETS: Mapping[str, tuple[str, ...]] = {

@@ -193,11 +193,14 @@ def _save_frames(call: Call) -> tuple[Any, ...]:
     return (MovieValue(call.node, call.of("images", PictureValue), float(call.number("fps", 16))),)
 
 
-def _first_of(call: Call) -> tuple[Any, ...]:
+def _cut(call: Call) -> tuple[Any, ...]:
+    """ImageFromBatch: the first frames of a video that is read, or one picture."""
     picture = call.of("image", PictureValue)
-    if call.whole("batch_index", 0) != 0 or picture.decoded is not None or picture.is_film:
+    if call.whole("batch_index", 0) != 0 or picture.decoded is not None:
         call.refuse("frames are cut out of a video, which no request says")
-    return (picture,)
+    if not picture.is_film:
+        return (picture,)
+    return (dataclasses.replace(picture, num_frames=call.whole("length", 1)),)
 
 
 TABLE: Mapping[str, NodeClass] = {
@@ -210,7 +213,7 @@ TABLE: Mapping[str, NodeClass] = {
     "BatchImagesNode": NodeClass(_batch),
     "ImageBatch": NodeClass(_batch),
     "ImageStitch": NodeClass(_stitched),
-    "ImageFromBatch": NodeClass(_first_of),
+    "ImageFromBatch": NodeClass(_cut),
     "ImageScale": NodeClass(_to_size),
     "ImageScaleBy": NodeClass(_by_factor),
     "ImageScaleToTotalPixels": NodeClass(_to_pixels),

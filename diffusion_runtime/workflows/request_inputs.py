@@ -37,12 +37,15 @@ def add_inputs(parts: RequestParts, stages: Sequence[StageValue]) -> None:
             raise NotSupportedError(f"pictures that {parts.model.name} does not take", stage.guider.positive.node)
         paths = tuple(parts.file(each) for each in references)
         parts.request["image_path"] = paths[0] if len(paths) == 1 else list(paths)
-    for field in ("image_path", "last_image_path", "video_path"):
+    for field in ("image_path", "last_image_path", "video_path", "image_mask_path", "mask_path"):
         picture = given.get(field)
         if isinstance(picture, PictureValue):
             parts.request[field] = parts.one_file(picture)
-    if "conditioning_scale" in given:
-        parts.request["conditioning_scale"] = given["conditioning_scale"]
+        elif isinstance(picture, tuple):
+            parts.request[field] = [parts.file(each) for each in picture]
+    for field in ("conditioning_scale", "character_mode"):
+        if field in given:
+            parts.request[field] = given[field]
     vision = given.get("vision")
     if vision is not None and parts.model.sees:
         parts.files["image_encoder_path"] = vision.weights

@@ -114,7 +114,7 @@ class VisionValue:
 @dataclass(frozen=True)
 class PictureValue:
     """A picture or the frames of a video. file: as LoadImage and LoadVideo name it; decoded: of a latent instead; size:
-    (width, height) where it is known; parts: pictures of a batch."""
+    (width, height) where it is known; parts: pictures of a batch; num_frames: of a video that is cut, at most."""
 
     node: Node
     file: str | None = None
@@ -123,6 +123,7 @@ class PictureValue:
     is_film: bool = False
     parts: tuple[PictureValue, ...] = ()
     changed_by: tuple[Node, ...] = ()
+    num_frames: int | None = None
 
 
 @dataclass(frozen=True)

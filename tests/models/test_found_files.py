@@ -457,6 +457,7 @@ ANIMATE_2 = '{"transformer": {"model_type": "animate2"}}'
         ("krea-2-raw", "krea2_turbo_fp8_scaled", {}, "krea-2-turbo", "name"),
         ("minimax-h3", "fasth3-4step-bf16", {}, "fasth3-4-step", "name"),
         ("wan2.2-animate-2-14b", "wan_2", {"config": ANIMATE_2}, "wan2.2-animate-2-14b", "metadata"),
+        ("scail-2-14b", "wan2.1_14B_SCAIL_2_fp16", {}, "scail-2-14b", "tensors"),
     ],
 )
 def test_a_published_model_is_recognised(

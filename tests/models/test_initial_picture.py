@@ -34,7 +34,7 @@ from diffusion_runtime.request.strength import steps_that_run
 PLAIN_WAN = "wan with a plain vae"
 LoadTiny = Callable[[str], Pipeline]
 # They make sound, restore a video or move a character: from noise alone.
-FROM_NOISE_ALONE = ("ltx2", "minimax_h3", "seedvr2", "wan_animate_2")
+FROM_NOISE_ALONE = ("ltx2", "minimax_h3", "seedvr2", "wan_animate_2", "scail_2")
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ OTHERS = (
     "anima",
     "moss_image",
     "seedvr2",
+    "scail_2",
 )
 FAMILIES = tuple(family for family in WRITERS if family not in OTHERS)
 
@@ -116,7 +117,7 @@ def test_merged_at_load_equals_diffusers(
     assert relative(found, expected) < 1e-5
 
 
-@table("family", ("wan_animate_2", "seedvr2"))
+@table("family", ("wan_animate_2", "scail_2", "seedvr2"))
 def test_a_lora_is_merged_into_every_linear_map(
     family: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
