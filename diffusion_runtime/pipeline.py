@@ -19,7 +19,13 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.chunk_decoding import DecodingThread
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
-from diffusion_runtime.generation.frame_decoding import decode_clip, decode_frames, source_sound
+from diffusion_runtime.generation.frame_decoding import (
+    decode_clip,
+    decode_frames,
+    interpolated,
+    source_sound,
+    written_rate,
+)
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.latent_denoiser import Denoised
@@ -387,7 +393,8 @@ class Pipeline:
                 audio = source_sound(settings, recorder)
                 # A file of a clip with sound begins with the sound, which is written with all of it.
                 sink = None if open_sink is None or audio is not None else functools.partial(open_sink, 0)
-                clips[0] = decode_frames(clip.stream(), settings.frame_rate, recipes[0], sink), audio
+                stream = interpolated(clip.stream(), settings, self.parts.interpolator)
+                clips[0] = decode_frames(stream, written_rate(settings), recipes[0], sink), audio
                 moved = clip.timings
             # One after the other: the decoder's activations are what needs the most memory.
             for index, request in enumerate(() if denoised is None else run.batch):
@@ -397,7 +404,14 @@ class Pipeline:
                         sink = None if open_sink is None else functools.partial(open_sink, index)
                         decoder = self.decoder.for_request(request)
                         clips[index] = decode_clip(
-                            decoder, sample, settings, recipes[index], sink, recorder, denoised.size
+                            decoder,
+                            sample,
+                            settings,
+                            recipes[index],
+                            sink,
+                            recorder,
+                            denoised.size,
+                            self.parts.interpolator,
                         )
                         done(1)
             timings = {**participants.finish(recorder), **moved}
@@ -405,7 +419,7 @@ class Pipeline:
         return [
             GeneratedMedia(
                 frames=clips[index][0].numpy(),
-                fps=settings.frame_rate,
+                fps=written_rate(settings),
                 recipe=recipes[index],
                 attention_report=recorder.report(),
                 timings={**load_timings, **clock.timings(index), **timings},

@@ -118,6 +118,9 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
         # Those of a second stage that `--upsampler-path none` leaves out.
         for name in OF_SECOND_STAGE:
             recipe_request.pop(name, None)
+    if runtime.interpolation_path is None:
+        # Likewise `--interpolation-path none`.
+        recipe_request.pop("interpolate", None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values), any_prompt)
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:

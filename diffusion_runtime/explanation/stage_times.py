@@ -42,7 +42,7 @@ _ELSEWHERE = frozenset(
 # Options of RuntimeConfig that change how long a stage takes; of attention the decisions count, which the recipe has.
 _OPTIONS = (
     "quantization", "quantization_ignored_layers", "compile", "cuda_graphs", "vae_decode", "vae_tiling", "vae_decoder",
-    "upsampler_path", "controlnet_path",
+    "upsampler_path", "controlnet_path", "interpolation_path",
 )  # fmt: skip
 _DECISION_KEYS = ("role", "when", "layers", "backend", "options")
 

@@ -19,6 +19,7 @@ from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.decoders.frame_interpolation import InterpolationFile
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
 from diffusion_runtime.decoders.shared_decoder import SharedDecoder
@@ -89,7 +90,7 @@ class PreparedModel:
     upsampler: of a second stage. quantization: of the transformer's linear layers, already made in `transformer` as far
     as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was
     chosen for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by a
-    layer of ours, None for others."""
+    layer of ours, None for others. interpolation: weights for frames between those of the model, None without."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -106,6 +107,7 @@ class PreparedModel:
     planned: PlannedRequest | None = None
     text_attention: EncoderAttention | None = None
     decoder_attention: AttentionLayer | None = None
+    interpolation: InterpolationFile | None = None
 
     @property
     def rules(self) -> RequestRules:
@@ -218,6 +220,7 @@ class PreparedModel:
                 if self.upsampler is not None:
                     with ReadProgress(say, "upsampler"):
                         upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
+                interpolator = None if self.interpolation is None else self.interpolation.load(self.device)
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
@@ -226,6 +229,7 @@ class PreparedModel:
             transformer=transformer,
             decoder=decoder,
             upsampler=upsampler,
+            interpolator=interpolator,
             load_image_conditioner=self._load_image_conditioner,
             load_latent_encoder=lambda: self.model.load_latent_encoder(self.device, self.dtype),
             encodings=KeptResults(_MAX_KEPT_ENCODINGS if config.encoding_cache else 0),
@@ -416,15 +420,23 @@ class PreparedModel:
         return self._with_remedies(self._of_processes(found))
 
     def _of_processes(self, planned: PlannedDemand | None) -> PlannedDemand | None:
-        """With the processes of this machine, and the upsampler of a second stage, which stays on the device as the
-        decoder does and is counted with it."""
+        """With the processes of this machine, and the upsampler of a second stage and frame interpolation, which stay
+        on the device as the decoder does and are counted with it."""
         if planned is None:
             return None
-        decoder = planned.demand.decoder
+        demand, further = planned.demand, 0
         if self.upsampler is not None:
-            decoder = dataclasses.replace(decoder, total=decoder.total + self.upsampler.num_bytes(self.dtype))
+            further += self.upsampler.num_bytes(self.dtype)
+        if self.interpolation is not None:
+            further += self.interpolation.num_bytes
+            if planned.request is not None and planned.request.request.interpolate is not None:
+                size = planned.request.size
+                # While the decoder keeps what its next frames read.
+                held = demand.decode_activations + self.interpolation.activation_bytes(size.height, size.width)
+                demand = dataclasses.replace(demand, decode_activations=held)
+        decoder = dataclasses.replace(demand.decoder, total=demand.decoder.total + further)
         num_local = self.mesh.size if self.world is None else self.world.place.local_world_size
-        demand = dataclasses.replace(planned.demand, decoder=decoder, num_local=num_local)
+        demand = dataclasses.replace(demand, decoder=decoder, num_local=num_local)
         return dataclasses.replace(planned, demand=demand)
 
     def _fitting(self, request: GenerationRequest) -> str:

@@ -436,6 +436,11 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
             "stream: this model makes a clip at once, and its first frame is known when its last one is; leave the "
             "stream out, or take a causal model, such as --model-path shapes-causal (docs/causal_video.md)"
         )
+    if settings.shared.interpolate is not None:
+        raise RequestError(
+            "interpolate: the frames of a stream are given as they are made, and none between them; leave it out, or "
+            "the stream"
+        )
     if not endless:
         return
     window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunking.plan, num_frames=None)
