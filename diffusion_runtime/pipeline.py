@@ -50,6 +50,7 @@ from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.session.finishing import continued_recipe, kept_segments, request_of
 from diffusion_runtime.streaming.generation_stream import GenerationStream, check_streamable
+from diffusion_runtime.streaming.segment_stream import AnyStream, SegmentStream
 from diffusion_runtime.streaming.stream_state import StreamPlace, StreamSource
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.lora.binding import Lora
@@ -214,9 +215,10 @@ class Pipeline:
         endless: bool = False,
         keeps_frames: bool = False,
         decodes_beside: bool | None = None,
-    ) -> GenerationStream:
+    ) -> AnyStream:
         """Begin one video of a causal model, chunk after chunk: a context manager that gives frames as they are made,
-        and takes other prompts on the way. Its frames are those of `generate`.
+        and takes other prompts on the way; or one that is made in segments, which takes none. Its frames are those of
+        `generate`.
 
         endless: without an end, whatever num_frames says, for models or requests whose kv_window bounds the frames in
         sight. keeps_frames: for GenerationStream.media; else memory does not grow with the video. decodes_beside:
@@ -232,6 +234,14 @@ class Pipeline:
             is_streamable = functools.partial(check_streamable, self.rules, endless=endless)
             (request,), settings = _opened(self.rules, self.parts, [request], is_streamable)
             run = self._begun([request], settings)
+            if settings.segments.is_apart:
+                load_timings, self._load_timings = self._load_timings, {}
+                digests = input_digests(settings.shared)
+                recipe = {**self.recipe, **({"inputs": digests} if digests else {})}
+                recipe |= _preset_recipe(self.rules, settings)
+                decoder = self.decoder.for_request(request)
+                given = {"keeps_frames": keeps_frames, "load_timings": load_timings}
+                return SegmentStream(run, decoder, recipe, resources, **given)
             resources.callback(self.parts.products.stop)
             if decodes_beside is None:
                 # Decoder and transformer share the cores of a CPU, and must both be on the device.

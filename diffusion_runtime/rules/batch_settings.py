@@ -70,6 +70,8 @@ class BatchSettings:
         """The segments of the video; one of all frames for a model that makes it at once."""
         kind, num_frames, shared = self.sampling.segments, self.size.num_frames, self.shared
         longest, overlap = shared.segment_frames or num_frames, shared.segment_overlap or 0
+        if self.sampling.continues_images and shared.segment_frames is not None:
+            kind, overlap = "continued", 1
         return SegmentPlan(num_frames, longest, overlap, kind) if kind else SegmentPlan(num_frames, num_frames)
 
     @cached_property

@@ -31,11 +31,16 @@ from diffusion_runtime.rules.initial_picture import (
     initial_remarks,
     size_of_picture,
 )
-from diffusion_runtime.rules.longer_clips import longer_clip_remarks, riflex_values, window_values
+from diffusion_runtime.rules.interpolation import check_interpolation, interpolation_note
+from diffusion_runtime.rules.longer_clips import (
+    check_segments_asked,
+    longer_clip_remarks,
+    riflex_values,
+    window_values,
+)
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.sizes import (
-    check_interpolation,
     check_keyframes,
     check_second_stage,
     frame_rule_of,
@@ -80,8 +85,9 @@ class RequestRules:
         self.sampling.geometry.sample_shape(settings.size)
         check_keyframes(settings.sizes)
         check_second_stage(settings.sizes)
-        check_interpolation(settings.sizes)
+        check_interpolation(settings)
         seeds = settings.shared.segment_seeds or ()
+        check_segments_asked(settings)
         settings.segments.check(self.sampling.geometry.frame_rule, len(seeds))
         check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
@@ -207,18 +213,12 @@ class RequestRules:
     def sampling_note(self, request: GenerationRequest) -> str | None:
         """Return what `PresetRules.note` says of a resolved request, and how many frames its file has where these are
         not the model's; None for neither."""
-        notes = (self.preset_rules.note(request, self.sampling), self._interpolation_note(request))
-        return "; ".join(note for note in notes if note is not None) or None
-
-    def _interpolation_note(self, request: GenerationRequest) -> str | None:
-        settings, multiple = self.settings(request), request.interpolate
-        if multiple is None or self.interpolation is None:
-            return None
-        rate, number = settings.frame_rate, settings.size.num_frames
-        return (
-            f"interpolate: {number} frames at {rate:g} a second become {number * multiple} at {rate * multiple:g}, by "
-            f"RIFE {self.interpolation}"
+        settings = self.settings(request)
+        notes = (
+            self.preset_rules.note(request, self.sampling),
+            interpolation_note(settings, self.interpolation),
         )
+        return "; ".join(note for note in notes if note is not None) or None
 
     @property
     def _images(self) -> ImageRules:

@@ -159,11 +159,3 @@ def shift_of_size(request: GenerationRequest | Draft, sampling: Sampling) -> dic
         num_tokens += keyframes * geometry.tokens_of_frame(height, width)
     flow_shift = sampling.schedule.flow_shift(num_tokens, num_steps)
     return {} if flow_shift is None else {"flow_shift": flow_shift}
-
-
-def check_interpolation(sizes: Sizes) -> None:
-    """Raises RequestError for frames between those of a clip that has one alone."""
-    if sizes.shared.interpolate is not None and sizes.clip.num_frames == 1:
-        raise RequestError(
-            "interpolate: expected a clip of two frames or more, got one: nothing is between; leave it out"
-        )
