@@ -20,6 +20,7 @@ from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
+from diffusion_runtime.media.formats import LATENTS_SUFFIX
 from diffusion_runtime.request.generation_request import (
     INPUT_FIELDS,
     OF_SECOND_STAGE,
@@ -28,6 +29,7 @@ from diffusion_runtime.request.generation_request import (
 )
 from diffusion_runtime.request.given_images import fetched_images
 from diffusion_runtime.request.layers import layered
+from diffusion_runtime.untrusted.printable import printable
 
 _RUNTIME_KEYS = tuple(runtime_options())
 _REPEATED_RUNTIME = tuple(name for name, option in runtime_options().items() if option.repeated_by_from)
@@ -123,6 +125,15 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
         recipe_request.pop("interpolate", None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values), any_prompt)
+    continued = recipe.get("continued")
+    # Of latents, `finish` goes on with what made their steps.
+    if isinstance(continued, Mapping) and flags.repeat is not None and not flags.repeat.endswith(LATENTS_SUFFIX):
+        made_with = continued.get("made_with")
+        names = ", ".join(map(printable, made_with)) if isinstance(made_with, Mapping) else "other values"
+        notes.append(
+            f"--from {flags.repeat}: its first {shown(continued.get('after'))} steps were made with other values "
+            f"({names}); all are made with the later ones here, and the result will differ"
+        )
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
     shipped = None if flags.preset in config.presets else lora_of_preset(flags.preset, runtime)
@@ -318,8 +329,6 @@ def _parallel_values(value: Any) -> dict[str, Any]:
 
 def _read_recipe(path: str) -> Mapping[str, Any]:
     """A recipe whose sections are mappings; what stands in them is checked like any other input."""
-    from diffusion_runtime.media.formats import LATENTS_SUFFIX
-
     if path.endswith(LATENTS_SUFFIX):
         # Imports torch, as tensors are in the same file.
         from diffusion_runtime.generation.saved_latents import read_head

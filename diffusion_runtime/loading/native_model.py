@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.generation_request import EXPERTS, GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
@@ -76,6 +77,7 @@ from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
+_logger = logging.getLogger("diffusion_runtime.loading")
 # Some twenty prompts of the widest encoders: one of FLUX.2 [dev] takes 15 MB.
 _MAX_KEPT_ENCODINGS = 256 * 2**20
 _IN_TILES = (
@@ -88,9 +90,10 @@ class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
     the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
     upsampler: of a second stage. quantization: of the transformer's linear layers, already made in `transformer` as far
-    as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was
-    chosen for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by a
-    layer of ours, None for others. interpolation: weights for frames between those of the model, None without."""
+    as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was chosen
+    for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by a layer of
+    ours, None for others. interpolation: weights for frames between those of the model, None without. unread:
+    transformers that are not read."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -108,6 +111,7 @@ class PreparedModel:
     text_attention: EncoderAttention | None = None
     decoder_attention: AttentionLayer | None = None
     interpolation: InterpolationFile | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def rules(self) -> RequestRules:
@@ -158,10 +162,22 @@ class PreparedModel:
         config = dataclasses.replace(self.description.config, vae_tiling=choice)
         return dataclasses.replace(self, description=dataclasses.replace(self.description, config=config))
 
+    def for_these_alone(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
+        """Return the model without the expert that none of these requests uses, as Prepared.for_these_alone says."""
+        components, experts = self.model.weights.components, {request.expert for request in requests}
+        if len(components) < 2 or len(experts) != 1 or None in experts:
+            return self
+        read = components[EXPERTS.index(str(experts.pop()))]
+        every = self.model.modules
+        model = dataclasses.replace(self.model, modules=lambda whole: {read: every(whole)[read]})
+        _logger.info("%s alone is read: every step is by the expert %s", read, next(iter(requests)).expert)
+        return dataclasses.replace(self, model=model, unread=tuple(each for each in components if each != read))
+
     def check_files(self) -> None:
         """Check that the weight files are there, as Prepared.check_files says."""
         config, opened = self.description.config, self.model
-        elsewhere = [*opened.weights.in_files, *opened.family.unread_components(config.vae_decoder)]
+        unread = (*opened.family.unread_components(config.vae_decoder), *self.unread)
+        elsewhere = [*opened.weights.in_files, *unread]
         check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
@@ -198,7 +214,7 @@ class PreparedModel:
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = opened.weights.in_files
         read_began = time.perf_counter()
-        unread = opened.family.unread_components(config.vae_decoder)
+        unread = (*opened.family.unread_components(config.vae_decoder), *self.unread)
         named = [*named_components(config), *elsewhere, *unread]
         fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
