@@ -240,8 +240,9 @@ class Pipeline:
                 recipe = {**self.recipe, **({"inputs": digests} if digests else {})}
                 recipe |= _preset_recipe(self.rules, settings)
                 decoder = self.decoder.for_request(request)
-                given = {"keeps_frames": keeps_frames, "load_timings": load_timings}
-                return SegmentStream(run, decoder, recipe, resources, **given)
+                return SegmentStream(
+                    run, decoder, recipe, resources, keeps_frames=keeps_frames, load_timings=load_timings
+                )
             resources.callback(self.parts.products.stop)
             if decodes_beside is None:
                 # Decoder and transformer share the cores of a CPU, and must both be on the device.

@@ -8,6 +8,7 @@ in (`resolve`).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +170,19 @@ def _settings_of_latents(flags: Flags) -> Settings:
                 "finish them apart"
             )
     requests = tuple(request for each in found for request in each.requests)
+    recorded = (first.repeated.get("runtime") or {}).get("offline")
+    if isinstance(recorded, bool) and not _asks_hub(first.runtime):
+        # Nothing of it is anywhere else: the recipe is that of a whole run.
+        first = dataclasses.replace(first, runtime=dataclasses.replace(first.runtime, offline=recorded))
     return dataclasses.replace(first, requests=requests, begins=flags.begins, allow_changes=flags.allow_changes)
+
+
+def _asks_hub(runtime: RuntimeConfig) -> bool:
+    """Return whether a model, or a LoRA of it, may be looked for on the hub."""
+    from diffusion_runtime.models.published import embedded_names
+
+    is_here = runtime.model_path in embedded_names() or os.path.isdir(runtime.model_path)
+    return not is_here or any(not os.path.exists(lora.path) for lora in runtime.lora)
 
 
 def _node_values(flags: Flags) -> tuple[list[str], list[str]]:

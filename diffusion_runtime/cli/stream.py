@@ -118,7 +118,8 @@ def run_stream(
     terminal.say(title_of(request))
     with contextlib.ExitStack() as stack:
         typed = stack.enter_context(_typed_prompts()) if flags.interactive and coordinator.is_first else None
-        stream: AnyStream = stack.enter_context(pipeline.stream(request, endless=is_endless))
+        stream: AnyStream = pipeline.stream(request, endless=is_endless)
+        stack.enter_context(stream)
         clip = stack.enter_context(_clip(stream, flags.stream)) if coordinator.is_first else None
         if growing := coordinator.from_first(lambda: "" if clip is None or clip.path is None else str(clip.path)):
             coordinator.note_growing_file(Path(growing))

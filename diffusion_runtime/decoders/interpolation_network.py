@@ -95,8 +95,8 @@ class _Block(nn.Module):
             # A smaller picture's pixels are larger.
             x = torch.cat([x, _resized(flow, 1 / self.scale) / self.scale], dim=1)
         made = _resized(self.lastconv(self.convblock(self.conv0(x))), self.scale)
-        added, mask, handed = made.split([_FLOW, _MASK, NUM_HANDED], dim=1)
-        return added * self.scale, mask, handed
+        behind = _FLOW + _MASK
+        return made[:, :_FLOW] * self.scale, made[:, _FLOW:behind], made[:, behind:]
 
 
 class InterpolationNetwork(nn.Module):

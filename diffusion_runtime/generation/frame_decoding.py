@@ -165,8 +165,10 @@ def interpolated(stream: FrameStream, settings: BatchSettings, interpolator: Fra
             position += len(pixels)
             for frame in pixels:
                 this = interpolator.prepare(frame)
-                between = [] if before is None else [interpolator.between(before, this, multiple - 1, frame)]
-                yield torch.cat([*between, frame[None]])[None]
+                made = [frame[None]]
+                if before is not None:
+                    made.insert(0, interpolator.between(before, this, multiple - 1, frame))
+                yield torch.cat(made)[None]
                 before, last = this, frame
         yield last.expand(1, multiple - 1, *last.shape)
 

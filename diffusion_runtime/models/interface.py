@@ -259,7 +259,8 @@ class FrameConditioner(ImageConditioner):
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
         paths = [path for name in ("image_path", "last_image_path") for path in image_paths(request, name)]
-        pictures = (torch.from_numpy(numpy.array(open_picture(path), dtype=numpy.uint8)) for path in paths)
+        opened = (numpy.array(open_picture(path), dtype=numpy.uint8) for path in paths)
+        pictures: Iterator[torch.Tensor] = map(torch.from_numpy, opened)
         pixels = [torch.from_numpy(read_image(path, size.height, size.width)) for path in paths]
         if self._last_frame is not None:
             pixels, pictures = [self._last_frame], iter([self._last_frame])

@@ -23,3 +23,10 @@ def interpolation_note(settings: BatchSettings, version: str | None) -> str | No
         f"interpolate: {number} frames at {rate:g} a second become {number * multiple} at {rate * multiple:g}, by "
         f"RIFE {version}"
     )
+
+
+def unused_interpolation(settings: BatchSettings, version: str | None) -> tuple[str, ...]:
+    """Return a remark on weights that were given and that a request does not use. version: of RIFE, None without."""
+    if version is None or settings.shared.interpolate is not None or settings.size.num_frames == 1:
+        return ()
+    return ("interpolation_path: its weights are not used; --interpolate 2 makes frames between those of the model",)

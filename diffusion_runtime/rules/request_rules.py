@@ -31,7 +31,7 @@ from diffusion_runtime.rules.initial_picture import (
     initial_remarks,
     size_of_picture,
 )
-from diffusion_runtime.rules.interpolation import check_interpolation, interpolation_note
+from diffusion_runtime.rules.interpolation import check_interpolation, interpolation_note, unused_interpolation
 from diffusion_runtime.rules.longer_clips import (
     check_segments_asked,
     longer_clip_remarks,
@@ -127,7 +127,7 @@ class RequestRules:
             raise self.sampling.scheduler.unknown_class_error()
         given = frozenset() if self.interpolation is None else frozenset(["interpolate"])
         refuse_unused(draft, self.model_fields | given, self.sampling.product)
-        check_given(draft, self.inputs.takes_masks)
+        check_given(draft, self.inputs.takes_masks, takes_pictures="init_path" in self.model_fields)
         self._images.count(draft)
         draft.fill(shift_of_size(draft, self.sampling))
         return draft.request()
@@ -164,6 +164,7 @@ class RequestRules:
             *settings.segments.remarks,
             *initial_remarks(settings),
             *longer_clip_remarks(settings),
+            *unused_interpolation(settings, self.interpolation),
             *self._attention_remarks(settings),
         )
 

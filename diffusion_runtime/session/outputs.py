@@ -65,8 +65,10 @@ class Outputs:
         from diffusion_runtime.media.content_credentials import check_signable
 
         default = "png" if request.num_frames == 1 else "mp4"
-        fps = None if request.fps is None else request.fps * (request.interpolate or 1)
-        chosen = check_format(self.file_format or default, request.num_frames, has_sound=has_sound, fps=fps)
+        multiple = request.interpolate or 1
+        fps = None if request.fps is None else request.fps * multiple
+        named = self.file_format or default
+        chosen = check_format(named, request.num_frames, has_sound=has_sound, fps=fps, multiple=multiple)
         check_writable(chosen, request.num_frames)
         if self.signer is not None:
             check_signable(chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -70,8 +71,8 @@ class SegmentStream(Iterator[StreamedFrames]):
         with run.guarded():
             prompts = run.read_prompts(self._clock)
         self.rate = StreamRate(first_frame_seconds=time.perf_counter() - began)
-        self.recipe: dict[str, Any] = {**recipe, "request": self.request.recorded(), "notes": list(prompts.notes[0])}
-        self._clip = SegmentedClip(run, prompts, decoder, self._clock, self.recipe)
+        self._recipe = {**recipe, "request": self.request.recorded(), "notes": list(prompts.notes[0])}
+        self._clip = SegmentedClip(run, prompts, decoder, self._clock, self._recipe)
         self._chunks = self._clip.stream().chunks
 
     def __enter__(self) -> SegmentStream:
@@ -120,6 +121,19 @@ class SegmentStream(Iterator[StreamedFrames]):
             "fork: a video in segments is not forked; --save-latents and `finish --segment-seeds` make some of its "
             "segments anew"
         )
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Recipe that repeats the frames made so far: the request with their number; that of the whole video where
+        segments are blended, whose places follow from the end, or the first one is not done and has its own seed."""
+        plan, seeds = self._run.settings.segments, self.request.segment_seeds
+        is_cut = 0 < self.num_frames < plan.num_frames and not plan.is_blended
+        if not is_cut or (seeds is not None and self.num_frames <= plan.length):
+            return dict(self._recipe)
+        count = len(dataclasses.replace(plan, num_frames=self.num_frames))
+        kept = None if seeds is None else seeds[:count]
+        request = dataclasses.replace(self.request, num_frames=self.num_frames, segment_seeds=kept)
+        return {**self._recipe, "request": request.recorded()}
 
     @property
     def attention_report(self) -> AttentionReport:

@@ -20,8 +20,9 @@ from diffusion_runtime import GenerationRequest, Pipeline, RequestError, load_pi
 from diffusion_runtime.cli.app import run
 from diffusion_runtime.decoders.frame_interpolation import VERSIONS, FrameInterpolator, open_interpolation
 from diffusion_runtime.decoders.interface import FrameStream
-from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError
 from diffusion_runtime.generation.frame_decoding import interpolated
+from diffusion_runtime.session.outputs import Outputs
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -343,6 +344,13 @@ def test_what_cannot_be_interpolated_is_refused(pipeline: Pipeline, tiny_wan_fol
     for wrong in (1, 5, 2.0):
         with pytest.raises(RequestError, match="interpolate: expected a whole number from 2 to 4"):
             request(interpolate=wrong)
+    assert any(
+        "--interpolate 2 makes frames between" in each for each in pipeline.rules.unused(pipeline.resolve(request()))
+    )
+    with pytest.raises(
+        ConfigError, match=r"expected at most 50 frames per second, got 64; use webp or mp4, or --fps 12"
+    ):
+        Outputs.parse("x.gif", None).format_for(pipeline.resolve(request(interpolate=4, fps=16)))
     without_weights = load_pipeline(str(tiny_wan_folder), device="cpu")
     with pytest.raises(RequestError, match=r"interpolate: .*rife_v4.26.safetensors \(22.7 MB\) of https://huggingface"):
         without_weights.resolve(request(interpolate=2))
@@ -359,3 +367,7 @@ def test_two_processes_make_the_same_frames(tiny_wan_folder: Path, weights_file:
     one, two = (numpy.load(tmp_path / name / "a-star-seed0.npy") for name in ("one", "two"))
     assert one.shape[0] == 10
     assert numpy.abs(one.astype(int) - two).max() <= 1
+    given = ["--model-path", str(tiny_wan_folder), "--input", str(weights_file), "--device", "cpu"]
+    verified = command_process("verify", "one/a-star-seed0.npy", *given, cwd=tmp_path)
+    assert verified.code == 0, verified.err
+    assert "reproduced" in verified.out + verified.err

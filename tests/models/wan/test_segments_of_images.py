@@ -122,6 +122,7 @@ def test_one_segment_is_redone_from_the_saved_latents(two_experts: Pipeline, pic
         ),
         ({"segment_frames": None, "segment_overlap": 1}, "segment_overlap: the video is made at once"),
         ({"segment_seeds": (1, 2, 3, 4)}, "segment_seeds: expected at most 3"),
+        ({"num_frames": 9, "segment_seeds": (4,)}, "segment_seeds: the video is one segment, whose seed is --seed"),
         ({"context_frames": 5}, "context_frames: "),
         ({"stop_after_step": 1}, "stop_after_step: this video is made in segments"),
     ],
@@ -215,3 +216,16 @@ def test_a_file_grows_segment_by_segment(
     assert "no room" in (said := capsys.readouterr().err)
     assert "9 frames" in said
     assert inspect_clip("cut.mp4", "", 99).num_frames == 9
+
+
+def test_the_recipe_of_a_stream_that_was_left_repeats_its_frames(two_experts: Pipeline, picture: str) -> None:
+    asked = request(picture, segment_seeds=(1, 7, 3))
+    whole = two_experts(asked)
+    with two_experts.stream(asked) as stream:
+        while stream.num_frames <= 9:
+            next(stream)
+        made, values = stream.num_frames, stream.recipe["request"]
+    assert (values["num_frames"], values["segment_seeds"]) == (made, [1, 7])
+    assert made < 21
+    again = two_experts(GenerationRequest.from_dict(values))
+    assert numpy.array_equal(again.frames, whole.frames[:made])
