@@ -177,7 +177,7 @@ class BatchSettings:
             ways.append("guidance_mode two_pass")
         if dtype == torch.float32:
             ways.append("dtype bfloat16")
-        shorter = self.segments.shorter(self.sampling.geometry.temporal_factor) if self.sampling.segments else None
+        shorter = self.segments.shorter(self.sampling.geometry.temporal_factor) if self.segments.kind else None
         if shorter is not None:
             ways.insert(0, f"segment_frames {shorter} (now {self.segments.length})")
         return f"These need less: {', '.join(ways)}"
