@@ -55,6 +55,7 @@ from diffusion_runtime.request.fields import (
 )
 from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions, keyframes_between
 from diffusion_runtime.request.given_images import recorded_images
+from diffusion_runtime.request.interpolation import MAX_MULTIPLE, NO_INTERPOLATION
 from diffusion_runtime.request.layers import SamplerName, layered
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.prompt_switches import (
@@ -153,6 +154,13 @@ class GenerationRequest:
         pipeline_parameters=("frame_rate", "fps"),
         used_with=VIDEO,
         is_filled=True,
+    )
+    # Frames of the file for each of the model's (decoders/frame_interpolation.py), in as many seconds; None is one.
+    interpolate: int | None = request_field(
+        "Frames of the file for each one that the model makes, 2 to 4, in as many seconds: RIFE, with "
+        "--interpolation-path.",
+        Count(2, MAX_MULTIPLE),
+        refusal=NO_INTERPOLATION,
     )
     num_inference_steps: int | None = _same_field("Denoising steps.", Count(), is_filled=True)
     # The steps of all stages after which the latents are left, to be finished later (generation/saved_latents.py).

@@ -52,6 +52,8 @@ class ChosenRequest:
             "progressive resolution": lambda: _is_progressive(request),
             "causal model": lambda: sampling.is_causal,
             "video in segments": lambda: settings.segments.is_apart,
+            "segments of images": lambda: sampling.continues_images and settings.segments.is_apart,
+            "no first image": lambda: request.image_path is None,
             "history in large patches": lambda: sampling.history is not None,
             "context windows": lambda: settings.windows is not None,
             "clip in one window": lambda: not sampling.is_causal and settings.windows is None,

@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from comfy_files import WRITERS, Tensors, mark_of, quantised
+from lora_kinds import of_every_kind
 from offloaded_pipelines import StrictTransfers, planned
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -172,17 +173,19 @@ def test_layers_stay_as_they_are_stored(
 
 
 def test_loras_are_merged_and_can_be_switched(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    folder, changed = folder_of("flux1"), "transformer_blocks.0.attn.to_k"
-    lora = {
-        f"transformer.{changed}.lora_A.weight": torch.randn(2, 32),
-        f"transformer.{changed}.lora_B.weight": torch.randn(32, 2),
-    }
+    folder, block = folder_of("flux1"), "transformer_blocks.0.attn"
+    qkv = "double_blocks.0.joint_attention.qkv.weight"
+    lora, added = of_every_kind([f"{block}.to_{part}" for part in "qkv"], 32)
     save_file(lora, tmp_path / "style.safetensors")
     for name in ("nvfp4", "int8 ConvRot 16"):
         path, _ = write_both(folder, tmp_path, WRITERS[name])
         fresh, switched = load(folder, path, lora=[str(tmp_path / "style.safetensors")]), load(folder, path)
         before = {each: value.clone() for each, value in switched.transformer.state_dict().items()}
+        without = held_numbers(switched)[qkv]
         switched.set_loras([str(tmp_path / "style.safetensors")])
+        # Merged rows are numbers of the model's dtype again, or the format's own.
+        apart = held_numbers(switched)[qkv] - without - torch.cat(list(added.values()))
+        assert float(apart.abs().max()) < 0.02 * float(without.abs().max() + 8), name
         for loras, wanted in (([], before), ([str(tmp_path / "style.safetensors")], fresh.transformer.state_dict())):
             switched.set_loras(loras)
             for each, value in switched.transformer.state_dict().items():
