@@ -80,7 +80,9 @@ def _resolution(call: Call) -> tuple[Any, ...]:
 
 def _picture_size(call: Call) -> tuple[Any, ...]:
     picture = call.of("image", PictureValue)
-    count = picture.num_frames or 1
+    count: int | Unknown = 1
+    if picture.is_film:
+        count = picture.num_frames or Unknown("the number of a video's frames is not known before it is read")
     if picture.size is None:
         unknown = Unknown(f"the size of {picture.file or 'a picture'} is not known before the file is there")
         return (unknown, unknown, count)

@@ -40,6 +40,7 @@ def add_inputs(parts: RequestParts, stages: Sequence[StageValue]) -> None:
     for field in ("image_path", "last_image_path", "video_path", "image_mask_path", "mask_path"):
         picture = given.get(field)
         if isinstance(picture, PictureValue):
+            _check_cut(parts, picture)
             parts.request[field] = parts.one_file(picture)
         elif isinstance(picture, tuple):
             parts.request[field] = [parts.file(each) for each in picture]
@@ -70,6 +71,16 @@ def add_inputs(parts: RequestParts, stages: Sequence[StageValue]) -> None:
                 sound.node,
             )
         parts.request["audio_path"] = parts.file(sound.given["audio_path"])
+
+
+def _check_cut(parts: RequestParts, picture: PictureValue) -> None:
+    """Raise NotSupportedError for a video that is cut to less than the clip reads of it: no request cuts a file."""
+    wanted = parts.request.get("num_frames")
+    if picture.num_frames is not None and wanted is not None and picture.num_frames < wanted:
+        raise NotSupportedError(
+            f"a video that is cut to {picture.num_frames} frames where the clip has {wanted}: give a file of them",
+            picture.node,
+        )
 
 
 def _frames(parts: RequestParts, stage: StageValue, frames: Sequence[tuple[int, PictureValue, float]]) -> None:
