@@ -47,7 +47,6 @@ POOLED = {"tail": "pooled"}
 # By what a table calls them: options under which a method leaves pairs out on a grid of 8 x 8 x 8 tokens, which the
 # draft preset has. The other backends run with their defaults.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "int8_attn": {"int8 values": {}, "float16 values": {"values": "fp16"}},
     "sliding_tile_attn": {
         "window 4x4x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [4, 4, 3]},
         "window 3x3x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [3, 3, 3]},
@@ -72,7 +71,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         **{f"top-p {top_p}": {**SVG2, "svg2_top_p_kmeans": top_p} for top_p in (0.98, 0.9)},
         "top-p 0.9, pooled tail": {**SVG2, "svg2_top_p_kmeans": 0.9, **POOLED},
     },
-    "skip_softmax": {f"threshold {value}": {"skip_threshold": value} for value in (0.01, 0.1)},
 }
 
 
@@ -132,12 +130,9 @@ def implementations(clips: Clips) -> list[str]:
 
 
 def density(clips: Clips, densities: list[float]) -> float:
-    """Pairs of queries and keys that self-attention computed, over all of them; what is skipped counts as left out."""
+    """Pairs of queries and keys that self-attention computed, over all of them."""
     dense_calls = num_dense_calls(clips)
-    planned = (sum(densities) + dense_calls) / max(1, len(densities) + dense_calls)
-    skipped = [row for reports in clips.reports for report in reports for row in report.skipped]
-    visited = sum(row.num_visited for row in skipped)
-    return planned * (1 - sum(row.num_skipped for row in skipped) / visited) if visited else planned
+    return (sum(densities) + dense_calls) / max(1, len(densities) + dense_calls)
 
 
 def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

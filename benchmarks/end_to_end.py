@@ -48,7 +48,6 @@ SETTINGS = {
     "fa4": "--attention-backend fa4",
     "cudnn_attn": "--attention-backend cudnn_attn",
     "sage_attn": "--attention-backend sage_attn",
-    "int8_attn": "--attention-backend int8_attn",
     "video_sparse_attn, sparsity 0.8": "--attention-backend video_sparse_attn --attention-backend-config sparsity=0.8",
 }
 # A pair that takes longer is ended.

@@ -192,14 +192,20 @@ def limited(device: torch.device, arguments: argparse.Namespace) -> dict[str, An
     limits = (0,) if arguments.small else (parse_size(arguments.memory_limit, "--memory-limit"),)
     transfers, step = transfers_of(device), _Step(model)
 
-    def built(limit: int | None) -> Loaded:
-        return build_model(model.model, step, "none", device, limit, transfers, decoder)
-
     rows = []
-    for row in run_limits({"case": MODEL}, built, step, limits, device, arguments.repeats, decoder):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    print(f"within the limit: {rows[-1]['over_resident']:.3f} of the time with all weights on the device", flush=True)
+    for quantization in arguments.limited_weights.split(","):
+
+        def built(limit: int | None, quantization: str = quantization) -> Loaded:
+            return build_model(model.model, step, quantization, device, limit, transfers, decoder)
+
+        case = {"case": MODEL, "quantization": quantization}
+        for row in run_limits(case, built, step, limits, device, arguments.repeats, decoder):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        print(f"{quantization}: {rows[-1]['over_resident']:.3f} of the time with all weights on the device", flush=True)
+        # After each, so that a run that ends early leaves what it measured.
+        arguments.output.with_suffix(".part.json").write_text(json.dumps(rows, indent=2) + "\n")
+        released(device)
     return {"model": model.describe(), "rows": rows}
 
 
@@ -215,6 +221,7 @@ def main() -> None:
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--skip-check", action="store_true")
     parser.add_argument("--memory-limit", default=None, help="measure one forward within it alone, such as 24GB")
+    parser.add_argument("--limited-weights", default="none", help="of --memory-limit: none, fp8, or none,fp8")
     arguments = parser.parse_args()
     # With its number: a memory fraction is of one device.
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -22,11 +22,7 @@ from benchmarks.pooled_tail_error import recorded_calls
 from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, load_pipeline
 from diffusion_runtime.attention import attention
 
-SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("fp8_attn", {}),
-    ("int8_attn", {}),
-    ("int8_attn", {"values": "fp16"}),
-)
+SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (("fp8_attn", {}),)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ SETTINGS = (
     "dense:",
     "6 steps: --num-inference-steps 6",
     "sparse: --attention-backend video_sparse_attn --attention-config.default.extra.sparsity 0.6",
-    "int8: --attention-backend int8_attn",
+    "fp8: --attention-backend fp8_attn",
     "cache: --step-cache easycache:force=true",
 )
 

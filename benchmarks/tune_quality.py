@@ -42,9 +42,10 @@ from diffusion_runtime.quality.paired_test import mcnemar
 from diffusion_runtime.quality.shapes.prompts import prompt_set
 from diffusion_runtime.quality.shapes.scoring import wilson
 from diffusion_runtime.tuning.budget import all_met, parse_budgets
+from diffusion_runtime.tuning.clip_metrics import TunedPrompt
 from diffusion_runtime.tuning.journal import Journal
 from diffusion_runtime.tuning.ladders import METHODS
-from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules, TunedPrompt
+from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules
 from diffusion_runtime.tuning.plan import Plan, Tuning
 from diffusion_runtime.tuning.result import TuneResult
 from diffusion_runtime.tuning.search import Outcome

@@ -456,6 +456,7 @@ class RuntimeConfig:
         `diffusion_pytorch_model.fp16.safetensors`; None for those without a variant, else what there is.
     upsampler_path: the folder or file of a latent upsampler, for models with a second stage: a generation is then made
         at half its height and width, upsampled, and refined at full size. None or `none` for one stage.
+    interpolation_path: a safetensors file of RIFE, which makes the frames of `interpolate`. None or `none` for none.
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
@@ -567,6 +568,13 @@ class RuntimeConfig:
             "{name}: diffusers' own pipelines have no second stage in one call; leave out {flag}, or --backend "
             "diffusers"
         ),
+    )
+    interpolation_path: str | None = option(
+        WEIGHTS,
+        None,
+        Text("the path of a safetensors file", is_optional=True, none_word=True),
+        Flag("RIFE weights for --interpolate, a .safetensors file. See docs/upscaling.md.", "FILE", PARTS),
+        Refusal("{name}: frames of diffusers' own pipelines are not interpolated; leave out {flag}"),
     )
     lora: Any = option(OUTPUT, (), Other(_parsed_loras))
     self_check: bool = option(

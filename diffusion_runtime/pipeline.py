@@ -19,7 +19,13 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.chunk_decoding import DecodingThread
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
-from diffusion_runtime.generation.frame_decoding import decode_clip, decode_frames, source_sound
+from diffusion_runtime.generation.frame_decoding import (
+    decode_clip,
+    decode_frames,
+    interpolated,
+    source_sound,
+    written_rate,
+)
 from diffusion_runtime.generation.hooks import Hooks
 from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.generation.latent_denoiser import Denoised
@@ -44,6 +50,7 @@ from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.session.finishing import continued_recipe, kept_segments, request_of
 from diffusion_runtime.streaming.generation_stream import GenerationStream, check_streamable
+from diffusion_runtime.streaming.segment_stream import AnyStream, SegmentStream
 from diffusion_runtime.streaming.stream_state import StreamPlace, StreamSource
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.weights.lora.binding import Lora
@@ -208,9 +215,10 @@ class Pipeline:
         endless: bool = False,
         keeps_frames: bool = False,
         decodes_beside: bool | None = None,
-    ) -> GenerationStream:
+    ) -> AnyStream:
         """Begin one video of a causal model, chunk after chunk: a context manager that gives frames as they are made,
-        and takes other prompts on the way. Its frames are those of `generate`.
+        and takes other prompts on the way; or one that is made in segments, which takes none. Its frames are those of
+        `generate`.
 
         endless: without an end, whatever num_frames says, for models or requests whose kv_window bounds the frames in
         sight. keeps_frames: for GenerationStream.media; else memory does not grow with the video. decodes_beside:
@@ -226,6 +234,15 @@ class Pipeline:
             is_streamable = functools.partial(check_streamable, self.rules, endless=endless)
             (request,), settings = _opened(self.rules, self.parts, [request], is_streamable)
             run = self._begun([request], settings)
+            if settings.segments.is_apart:
+                load_timings, self._load_timings = self._load_timings, {}
+                digests = input_digests(settings.shared)
+                recipe = {**self.recipe, **({"inputs": digests} if digests else {})}
+                recipe |= _preset_recipe(self.rules, settings)
+                decoder = self.decoder.for_request(request)
+                return SegmentStream(
+                    run, decoder, recipe, resources, keeps_frames=keeps_frames, load_timings=load_timings
+                )
             resources.callback(self.parts.products.stop)
             if decodes_beside is None:
                 # Decoder and transformer share the cores of a CPU, and must both be on the device.
@@ -387,7 +404,8 @@ class Pipeline:
                 audio = source_sound(settings, recorder)
                 # A file of a clip with sound begins with the sound, which is written with all of it.
                 sink = None if open_sink is None or audio is not None else functools.partial(open_sink, 0)
-                clips[0] = decode_frames(clip.stream(), settings.frame_rate, recipes[0], sink), audio
+                stream = interpolated(clip.stream(), settings, self.parts.interpolator)
+                clips[0] = decode_frames(stream, written_rate(settings), recipes[0], sink), audio
                 moved = clip.timings
             # One after the other: the decoder's activations are what needs the most memory.
             for index, request in enumerate(() if denoised is None else run.batch):
@@ -397,7 +415,14 @@ class Pipeline:
                         sink = None if open_sink is None else functools.partial(open_sink, index)
                         decoder = self.decoder.for_request(request)
                         clips[index] = decode_clip(
-                            decoder, sample, settings, recipes[index], sink, recorder, denoised.size
+                            decoder,
+                            sample,
+                            settings,
+                            recipes[index],
+                            sink,
+                            recorder,
+                            denoised.size,
+                            self.parts.interpolator,
                         )
                         done(1)
             timings = {**participants.finish(recorder), **moved}
@@ -405,7 +430,7 @@ class Pipeline:
         return [
             GeneratedMedia(
                 frames=clips[index][0].numpy(),
-                fps=settings.frame_rate,
+                fps=written_rate(settings),
                 recipe=recipes[index],
                 attention_report=recorder.report(),
                 timings={**load_timings, **clock.timings(index), **timings},

@@ -29,7 +29,6 @@ from diffusion_runtime.attention import AttentionCall, SparsePlan
 from diffusion_runtime.attention.sparse.interface import SparseBackend
 from diffusion_runtime.attention.sparse.tiles import tile_order
 from diffusion_runtime.core.token_layout import Extent
-from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 PROMPT = "a red circle moving left and a blue star standing still on stripes"
@@ -70,7 +69,6 @@ METHODS: dict[str, tuple[str, int, dict[str, Any]]] = {
             "svg2_first_layers_fp": 0.0,
         },
     ),
-    "skip_softmax": ("Skip-softmax, threshold 0.1", 5, {"skip_threshold": 0.1}),
 }
 
 
@@ -94,34 +92,20 @@ def recorded(owner: Any, name: str, keep: Callable[..., object]) -> Iterator[Non
 def mask_of(method: str, layer: int, options: dict[str, Any]) -> torch.Tensor:
     """bool [query, key], in raster order: the pairs that a layer's HEAD computes in the last step of a generation."""
     plans: list[tuple[SparsePlan, Extent]] = []
-    # By call of the kernel, its tiles: bool [pieces] each, of HEAD in the last sample.
-    skipped: list[list[torch.Tensor]] = [[]]
-    rules: list[SkipRule] = []
 
     def keep_plan(_result: object, _backend: object, call: AttentionCall, plan: SparsePlan, *_: object) -> None:
         plans.append((plan, call.grid_layout.tile))
-        skipped.append([])
-
-    def keep_skipped(result: torch.Tensor, rule: SkipRule, _scores: object) -> None:
-        skipped[-1].append(result[HEAD])
-        rules.append(rule)
 
     config = AttentionConfig(per_role={"self": AttentionSpec(method, options)})
     pipeline = load_pipeline("shapes", device="cpu", attention=config)
-    with recorded(SparseBackend, "run_sparse", keep_plan), recorded(SkipRule, "skipped", keep_skipped):
+    with recorded(SparseBackend, "run_sparse", keep_plan):
         pipeline(GenerationRequest(PROMPT, seed=0, num_inference_steps=NUM_STEPS))
     # Both guidance branches are one batch: a step calls each layer once.
-    index = len(plans) - len(plans) // NUM_STEPS + layer
-    plan, tile = plans[index]
+    plan, tile = plans[len(plans) - len(plans) // NUM_STEPS + layer]
     mask = plan.to_dense_mask()[-1, HEAD]
     # The model's tokens may stand tile by tile: back to raster order.
     order = tile_order(GRID, tile)[0].argsort()
-    mask = mask[order][:, order]
-    if rules:
-        rule, num_tiles = rules[0], len(mask) // rules[0].rows
-        left_out = torch.stack(skipped[index][-num_tiles:])
-        mask &= ~left_out.repeat_interleave(rule.rows, 0).repeat_interleave(rule.piece, 1)
-    return mask
+    return mask[order][:, order]
 
 
 def draw(title: str, mask: torch.Tensor, path: Path) -> None:

@@ -596,6 +596,25 @@ FAMILIES = {
             ("tokenizer/tokenizer.json", "tokenizer/vocab.json is missing"),
         ),
     ),
+    "scail_2": FamilyCase(
+        geometry=(16, 8, 4, (1, 2, 2)),
+        takes_image=True,
+        filled=frozenset({"segment_frames", "segment_overlap", "character_mode"}),
+        flow_shift=3.0,
+        layers={"self": 2, "cross": 2, "wan.image_cross": 2},
+        sigmas=None,
+        refusals=(
+            *misfits(("patch_size", [2, 2, 2]), ("num_layers", 0), ("dim", 66), ("freq_dim", 7), ("ffn_dim", 1.5)),
+            *misfits(("in_dim", 16), ("in_dim", 36), ("mask_dim", 21), ("text_len", 0), ("eps", "small")),
+            *misfits(("model_type", "t2v"), ("pose_rope_shift", [0, 0, 60]), ("qk_norm", False)),
+            in_file(INDEX, "expected SCAIL2Pipeline, got 'SCAILPipeline'", _class_name="SCAILPipeline"),
+            Refusal(latents_of(48), "vae/config.json: key 'z_dim': expected 16", VAE),
+        ),
+        other_size=(
+            {"ffn_dim": 100, "num_layers": 3},
+            ("blocks.2.self_attn.q.weight", "blocks.0.ffn.0.weight is [96, 64], expected [100, 64]"),
+        ),
+    ),
     "wan_animate_2": FamilyCase(
         geometry=(16, 8, 4, (1, 2, 2)),
         takes_image=True,

@@ -22,7 +22,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.options import build_options
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.explanation.counted_operations import CountedOperations
-from diffusion_runtime.explanation.explanation import Explanation, explain, implementation_rows
+from diffusion_runtime.explanation.explanation import NOT_RUN, Explanation, explain, implementation_rows
 from diffusion_runtime.explanation.page import render, write_page
 from diffusion_runtime.explanation.text_map import in_tera, schedule_map
 from diffusion_runtime.generation.denoising_stages import stages_of
@@ -76,7 +76,7 @@ def test_operations_are_those_of_the_layers() -> None:
             {"moba_select_mode": "topk", "first_full_step": 0, "temporal_topk": 2, "temporal_chunk_size": 1},
         ),
         ("sol_attn", {"top_k": 0.5}),
-        ("skip_softmax", {"skip_threshold": 0.1}),
+        ("sol_attn", {"tau": 1.0}),
     ],
 )
 def test_expected_density_is_that_of_the_plan(backend: str, options: dict[str, object]) -> None:
@@ -92,7 +92,7 @@ def test_expected_density_is_that_of_the_plan(backend: str, options: dict[str, o
     call = AttentionCall(AttentionInputs(q, k, v, layout), built, layer, step, RequestCache())
     plan = found.plan(call)
     if expected is None:
-        assert backend == "skip_softmax"
+        assert options == {"tau": 1.0}
         return
     if plan.row_mask is None:
         pairs = float(plan.block_mask.float().mean())
@@ -133,7 +133,6 @@ def test_what_is_said_is_what_runs_on_a_gpu() -> None:
         self_attention("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 4, 4], skip_time_steps=1),
         self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1),
         self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
-        self_attention("skip_softmax", dense_first_steps=1),
         self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 8], tail="pooled"),
         self_attention("vmoba_attn", first_full_step=1, temporal_topk=1, temporal_chunk_size=1, tail="pooled"),
     ]
@@ -145,13 +144,12 @@ def test_what_is_said_is_what_runs() -> None:
     choices: list[dict[str, object]] = [
         {},
         {"default": {"backend": "reference"}},
-        {"default": {"backend": "int8_attn"}, "schedule": rules},
+        {"default": {"backend": "fp8_attn"}, "schedule": rules},
         self_attention("video_sparse_attn", sparsity=0.75, tile_size=[4, 4, 4], dense_first_steps=1),
         self_attention("video_sparse_attn", sparsity=0.5, tile_size=[4, 4, 4], min_tokens=10**6),
         self_attention("sliding_tile_attn", window=[1, 1, 1], tile_size=[2, 2, 2], skip_time_steps=1),
         self_attention("vmoba_attn", first_full_step=1, first_full_layer=1, temporal_topk=1, temporal_chunk_size=1),
         self_attention("sparse_video_gen_2_attn", svg2_top_p_kmeans=0.5),
-        self_attention("skip_softmax", dense_first_steps=1),
         self_attention("sol_attn", top_k=0.5, dense_first_steps=1),
     ]
     check_what_is_said("cpu", choices)
@@ -224,6 +222,19 @@ def test_what_leaves_out_passes_that_are_counted_is_said() -> None:
     assert found.passes_text == "4 in 4 steps, each of both guidance branches"
     assert not any("counted as if" in remark for remark in explained().remarks)
     assert explained(guidance_mode="two_pass").passes_text == "8 in 4 steps"
+
+
+def test_passes_of_steps_without_guidance_are_not_counted() -> None:
+    """The first step changes nothing, the second has both branches, and the others one."""
+    values: dict[str, Any] = {"zero_init_steps": 1, "guidance_stop": 0.5}
+    found = explained(**values)
+    assert found.passes_text == "3 in 4 steps, 1 of both guidance branches"
+    assert explained(guidance_mode="two_pass", **values).passes_text == "4 in 4 steps"
+    assert {row.backends[0] for row in found.schedule} == {NOT_RUN}
+    assert NOT_RUN not in {name for row in found.schedule for name in row.backends[1:]}
+    # A pass of one branch is half of one with both.
+    of_step = explained().step_seconds
+    assert 0.4 * of_step < found.step_seconds < 0.6 * of_step
 
 
 def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from tiny_models import write_tiny_wan
 from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
+from tiny_scail_2 import write_tiny_scail_2
 from tiny_seedvr2 import write_tiny_seedvr2
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
@@ -59,6 +60,7 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "anima": write_tiny_anima,
     "moss_image": write_tiny_moss_image,
     "seedvr2": write_tiny_seedvr2,
+    "scail_2": write_tiny_scail_2,
 }
 
 
@@ -87,13 +89,22 @@ def needed_fields(pipeline: Pipeline) -> frozenset[str]:
 
 @functools.cache
 def _needed_files(height: int = 64, width: int = 64) -> dict[str, str]:
-    """A picture and a video of 17 frames, by the field of a request that names them."""
+    """A picture and a video of 17 frames, and masks of them in colours, by the field of a request that names them."""
     folder = Path(tempfile.mkdtemp(prefix="tiny-files-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     frames = numpy.random.default_rng(0).integers(0, 256, (17, height, width, 3), dtype=numpy.uint8)
     numpy.save(folder / "video.npy", frames)
     Image.fromarray(frames[0]).save(folder / "image.png")
-    return {"image_path": str(folder / "image.png"), "video_path": str(folder / "video.npy")}
+    masks = numpy.where(frames.mean(axis=-1, keepdims=True) > 128, (255, 255, 255), (0, 0, 255)).astype(numpy.uint8)
+    numpy.save(folder / "masks.npy", masks)
+    Image.fromarray(masks[0]).save(folder / "mask.png")
+    names = {
+        "image_path": "image.png",
+        "video_path": "video.npy",
+        "image_mask_path": "mask.png",
+        "mask_path": "masks.npy",
+    }
+    return {field: str(folder / name) for field, name in names.items()}
 
 
 def makes_videos(pipeline: Pipeline) -> bool:

@@ -175,10 +175,8 @@ class AttentionLayer(nn.Module, ABC):
         served = self.decisions.served(inputs.q, context, gate=inputs.gate, mask=inputs.mask, block_mask=block_mask)
         if not served.shared:
             result = self._run(inputs, context, served, block_mask)
-            kept_here = [Kept(result.plan, result.skip_counts)]
+            kept_here = [Kept(result.plan)]
             self._count(context, served, result.implementation, kept_here, result.keys, is_guided=is_guided)
-            if result.skip_counts is not None:
-                context.recorder.record_skipped(self.layer, result.skip_counts)
             return result.out
         if block_mask is not None:
             raise ConfigError(f"{self.layer.name or self.layer.role}: a block mask cannot be cut for {served.shared}")
@@ -188,9 +186,7 @@ class AttentionLayer(nn.Module, ABC):
         def run(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
             result = self._run(inputs, context, served)
             names.append((result.implementation, result.keys))
-            kept.append(Kept(result.plan, result.skip_counts))
-            if result.skip_counts is not None:
-                context.recorder.record_skipped(self.layer, result.skip_counts)
+            kept.append(Kept(result.plan))
             return result.out, result.lse
 
         out = served.exchange.attend(inputs, run)

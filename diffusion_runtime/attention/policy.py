@@ -30,13 +30,14 @@ HeldRules = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class DecisionLog:
-    """Logs lines, each once."""
+    """Logs lines, each once. is_silent: whether it logs none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_silent: bool = False) -> None:
         self._lines: set[str] = set()
+        self._is_silent = is_silent
 
     def add(self, line: str) -> None:
-        if line not in self._lines:
+        if line not in self._lines and not self._is_silent:
             self._lines.add(line)
             _logger.info(line)
 
@@ -71,6 +72,12 @@ class AttentionPolicy:
     self_check: bool = True
     planned_on: Hardware | None = None
     decision_log: DecisionLog = field(default_factory=DecisionLog, compare=False, repr=False)
+
+    @classmethod
+    def of_shapes(cls) -> AttentionPolicy:
+        """Return the policy of a model that is built for the names and shapes of its weights alone: the platform's
+        default, whatever the environment chooses, and nothing is logged."""
+        return cls(environment=None, forced=(), decision_log=DecisionLog(is_silent=True))
 
     def requirements(
         self, layer: LayerInfo, *, head_dim: int, num_heads: int, num_kv_heads: int

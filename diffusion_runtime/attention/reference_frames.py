@@ -97,7 +97,7 @@ class ReferenceFrameAttention(UlyssesAttention):
         served = self.frames.decisions.served(q, context)
         call = AttentionInputs(q, k, v, first_head=inputs.first_head, num_heads_total=inputs.num_heads_total)
         result = self.frames._run(call, context, served)
-        kept = [Kept(result.plan, result.skip_counts)]
+        kept = [Kept(result.plan)]
         self.frames._count(context, served, result.implementation, kept, result.keys)
         assert result.lse is not None, "a backend that was chosen for its log-sum-exp returned none"
         num_frames, rows, heads, head_dim = q.shape

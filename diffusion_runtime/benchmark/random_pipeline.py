@@ -137,6 +137,10 @@ def random_decoder(prepared: InspectableModel, folder: Path) -> LatentDecoder:
         # Buffers are statistics, such as variances, of which random numbers would be none.
         dtypes = {key: prepared.dtype if x.is_floating_point() else x.dtype for key, x in module.state_dict().items()}
         tensors = {key: torch.ones(x.shape, dtype=dtypes[key]) for key, x in module.state_dict().items()}
+        for key, tensor in tensors.items():
+            if key.endswith(".filter"):
+                # A low-pass filter keeps the mean. Of ones, sound grows twelvefold per upsampling until it overflows.
+                tensor.div_(tensor.shape[-1])
         for key, _ in module.named_parameters():
             draw_weight(key, tensors[key])
         write_tensors(folder / component.name / "diffusion_pytorch_model.safetensors", tensors)

@@ -13,6 +13,7 @@ from diffusion_runtime.cli.bench import HOW, WHAT, RunFlags, SizeFlags, model_pa
 from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.options import option
 from diffusion_runtime.cli.tables import figures_table
+from diffusion_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffusion_runtime.benchmark.generation_result import GenerationBenchmark
@@ -54,6 +55,10 @@ class MethodFlags:
     attention_backend_config: Annotated[
         str | None, option(HOW, "Its options, as in generate.", "--attention-backend-config", metavar="OPTIONS")
     ] = None
+    set_values: Annotated[
+        list[str] | None,
+        option(HOW, "Any other value of generate's config: request.context_frames=29.", "--set", metavar="KEY=VALUE"),
+    ] = None
 
 
 def generate(model: str, **given: Any) -> None:
@@ -74,21 +79,29 @@ def generate(model: str, **given: Any) -> None:
 def _measure(model: str, given: dict[str, Any], on_progress: Callable[[str], None]) -> GenerationBenchmark:
     from diffusion_runtime.benchmark.generation import GenerationChoice, benchmark_generation
     from diffusion_runtime.cli.attention_flags import AttentionFlags
+    from diffusion_runtime.cli.config_file import read_config
     from diffusion_runtime.cli.settings import lora_of_preset
     from diffusion_runtime.config import RuntimeConfig
 
     clip, method = options.taken(ClipFlags, given), options.taken(MethodFlags, given)
     values = dataclasses.asdict(clip)
     preset = values.pop("preset")
+    further = read_config(None, method.set_values or ())
     runtime = {
+        **further.runtime,
         "model_path": model,
         "attention_override": AttentionFlags(method.attention_backend, method.attention_backend_config).collect(),
-        **options.given_options(RuntimeConfig, given),
+        **{key: value for key, value in options.given_options(RuntimeConfig, given).items() if value is not None},
     }
     config = RuntimeConfig.from_dict({key: value for key, value in runtime.items() if value is not None})
     if (shipped := lora_of_preset(preset, config)) is not None:
         config = dataclasses.replace(config, lora=(*config.lora, shipped))
-    request = {key: value for key, value in values.items() if value is not None}
+    request = {**further.settings, **{key: value for key, value in values.items() if value is not None}}
+    for name in ("prompt", "negative_prompt", "seed"):
+        if name in request:
+            raise ConfigError(
+                f"--set request.{name}: a benchmark has one of its own, which takes as long; leave it out"
+            )
     choice = GenerationChoice(config, request, preset, method.repeats or 3, not method.no_diffusers)
     return benchmark_generation(choice, on_progress=on_progress)
 

@@ -13,6 +13,7 @@ from diffusion_runtime.config import runtime_options
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
 from diffusion_runtime.models.lora_sources import recorded_loras, waits_on_hub
+from diffusion_runtime.models.published import published_model_of
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS
 from diffusion_runtime.request.given_images import recorded_images
 from diffusion_runtime.session.batch import Item
@@ -124,6 +125,9 @@ def _folder_row(description: PipelineDescription) -> str:
         return str(folder)
     size = size_text(round(folder.download_gb * 10**9))
     what = f"a run downloads {f'{size} from the hub' if folder.download_gb else 'no weights'}"
+    published = published_model_of(description.config.model_path)
+    if published is not None and published.files_alone:
+        what = f"a run reads its files, {size}, which are given: --model-path FILE of the transformer"
     if (variant := description.config.variant) is not None and folder.download_gb:
         # A folder's json counts its default weights; only the hub's list of files has the others.
         what += f"; that is the size of the default weights, not of the variant {variant}"

@@ -36,6 +36,7 @@ _FIELDS = (
     "segment_seeds",
     "decode_timestep",
     "decode_noise_scale",
+    "interpolate",
 )
 # Flags of generate that mean nothing to what has begun.
 _LEFT_OUT = ("stream", "interactive", "attention_plot", "profile", "resume", "from_file", "preset")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,8 +85,10 @@ def run_generate(
         prepared, items = prepare_items(settings, outputs, is_dry_run=True, plan_for=output_flags.plan_for)
         _check_saving(output_flags, prepared)
         warn_of_changed_files(settings, items, prepared.description, terminal)
+        requests = [item.request for item in items if item.failure is None]
+        prepared = prepared.for_these_alone(requests)
         prepared.check_files()
-        prepared = prepared.planned_for([item.request for item in items if item.failure is None])
+        prepared = prepared.planned_for(requests)
         return show_plan(prepared.description, items, outputs, terminal, as_json=output_flags.as_json)
     writes_files = output_flags.stream != STANDARD_OUTPUT
     new_folders = outputs.prepare() if coordinator.is_first and writes_files else ()
@@ -148,9 +151,12 @@ def _generate(
         items, done = _skip_finished(items, outputs, prepared.description, coordinator)
         for each in done:
             terminal.say(f"done already: {each.path}")
+        if output_flags.save_latents:
+            _say_missing_latents(done, terminal)
         if not items:
             return _end(BatchResult((), 0, done=done), {}, output_flags, terminal, coordinator)
     requests = [item.request for item in items if item.failure is None]
+    prepared = prepared.for_these_alone(requests)
     prepare_seconds = time.perf_counter() - load_started - import_seconds
     pipeline = prepared.load(lambda stage: terminal.say(f"  {stage}"), requests)
     pipeline.note_load({"import": import_seconds, "prepare": prepare_seconds})
@@ -240,6 +246,19 @@ def _end(
     if coordinator.world is None:
         interruptions.all_is_reported(result.exit_code)
     return result.exit_code
+
+
+def _say_missing_latents(done: Sequence[Done], terminal: Terminal) -> None:
+    """Say which finished files have no latents beside them: those of steps that ran, which do not run again."""
+    from diffusion_runtime.generation.saved_latents import latents_path
+
+    lacking = [each.path for each in done if not latents_path(each.path).exists()]
+    if lacking:
+        first, others = shlex.quote(str(lacking[0])), f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        terminal.warn(
+            f"--save-latents: {first}{others} is done and has none beside it, and none are made of a file that is "
+            f"done; `diffusion-runtime generate --from {first} --save-latents -o FOLDER/` makes both"
+        )
 
 
 def _skip_finished(

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,6 +128,12 @@ def _to_json_object(
     }
 
 
+def _comes(model: PublishedModel) -> str:
+    if not model.download_gb:
+        return "inside"
+    return f"{'files of yours' if model.files_alone else 'download'} {_gigabytes(model.download_gb)}"
+
+
 def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) -> None:
     from rich.text import Text
 
@@ -135,7 +142,7 @@ def show(listed: Sequence[PublishedModel], presets: Sequence[SamplingPreset]) ->
         (
             # Three columns: the longest path and four do not fit into 80 characters.
             f"{model.model_path}\n  {f'{model.name}: ' if model.is_download else ''}{model.makes}, "
-            + (f"download {_gigabytes(model.download_gb)}" if model.download_gb else "inside")
+            + _comes(model)
             + _needs(model),
             *(_gigabytes(model.memory_gb(dtype)) for dtype in _SHOWN_DTYPES),
         )
@@ -166,7 +173,8 @@ def _needs(model: PublishedModel) -> str:
     for word, is_needed in (("needs", True), ("takes", False)):
         names = [name for name, needed in model.images.items() if needed == is_needed]
         flags = [REQUEST_FIELDS[name].flag or f"--{name.replace('_', '-')}" for name in names]
-        lines += [f"{word} {', '.join(flags)}"] if flags else []
+        if flags:
+            lines += textwrap.wrap(f"{word} {', '.join(flags)}", 58, subsequent_indent="  ", break_on_hyphens=False)
     lines += [f"takes --{name.replace('_', '-')} ({class_name})" for name, class_name in model.parts.items()]
     # Of a width that leaves room for the two columns of memory in 80 characters.
     return "".join(f"\n  {line}" for line in lines)

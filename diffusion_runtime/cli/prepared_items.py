@@ -16,6 +16,7 @@ from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.outputs import Outputs
 
 if TYPE_CHECKING:
+    from diffusion_runtime.config import RuntimeConfig
     from diffusion_runtime.generation.interface import GenerationRules
     from diffusion_runtime.loading import Prepared
     from diffusion_runtime.loading.description import PipelineDescription
@@ -35,7 +36,7 @@ def prepare_items(
     from diffusion_runtime.loading import prepare
 
     prepared = prepare(
-        settings.runtime,
+        _as_recorded(settings),
         world,
         is_guided=lambda rules: are_guided(rules, settings),
         is_dry_run=is_dry_run,
@@ -44,6 +45,22 @@ def prepare_items(
     if settings.begins:
         return prepared, _continued(prepared, settings, outputs)
     return prepared, resolve_all(prepared.rules, settings, outputs)
+
+
+def _as_recorded(settings: Settings) -> RuntimeConfig:
+    """Return the runtime with the dtype `auto` where the repeated recipe has that and it leads to the same one here, so
+    that recipes of equal runs are equal."""
+    from diffusion_runtime.core.hardware import resolve_device, resolve_dtype
+
+    runtime, recorded = settings.runtime, (settings.repeated.get("runtime") or {}).get("dtype")
+    if recorded != "auto" or runtime.dtype == "auto":
+        return runtime
+    # A device that is not here, or a dtype that it does not take, is refused where they are used.
+    with contextlib.suppress(DiffusionRuntimeError):
+        here = resolve_dtype("auto", resolve_device(runtime.device))
+        if str(here).removeprefix("torch.") == runtime.dtype:
+            return dataclasses.replace(runtime, dtype="auto")
+    return runtime
 
 
 def _continued(prepared: Prepared, settings: Settings, outputs: Outputs) -> list[Item]:

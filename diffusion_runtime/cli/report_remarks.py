@@ -1,5 +1,5 @@
 """Remarks of an attention report in addition to its rows, as lines for the terminal: steps of a step cache, quantised
-linear layers, CUDA graphs, the key-value cache, skip-softmax, the libraries' own attention, notes.
+linear layers, CUDA graphs, the key-value cache, the libraries' own attention, notes.
 
 A report may come from a stranger's file and hold anything, so every value is read with its type checked.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from diffusion_runtime.cli.tables import MAX_CELL_CHARACTERS, mappings_in
-from diffusion_runtime.report.attention_report import CacheRow, GraphReplays, LibraryAttention, SkipRow, skipped_lines
+from diffusion_runtime.report.attention_report import CacheRow, GraphReplays, LibraryAttention
 
 _STEP_FIELDS = ("branch", "expert", "num_computed", "computed", "num_reused", "reused")
 
@@ -45,7 +45,6 @@ def remarks_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
                 *_products(reports),
                 *_graphs(reports),
                 *_caches(reports),
-                *skipped_lines(_skipped(reports)),
                 *libraries,
                 *notes,
             ]
@@ -104,15 +103,6 @@ def _caches(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                     **{name: _number(found.get(name)) for name in _CACHE_COUNTS},
                 )
             )
-
-
-def _skipped(reports: Iterable[Mapping[str, Any]]) -> list[SkipRow]:
-    sums: dict[tuple[str, int], list[int]] = {}
-    for row in _rows(reports, "skipped"):
-        counts = sums.setdefault((_text(row, "role"), _number(row.get("layer"))), [0, 0])
-        counts[0] += _number(row.get("num_visited"))
-        counts[1] += _number(row.get("num_skipped"))
-    return [SkipRow(role, layer, *counts) for (role, layer), counts in sums.items()]
 
 
 def _describe_steps(row: Mapping[str, Any]) -> str:

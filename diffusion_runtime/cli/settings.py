@@ -8,6 +8,7 @@ in (`resolve`).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from diffusion_runtime.cli.prompt_rows import PromptRow
 from diffusion_runtime.cli.prompts import MAX_ITEMS, match_negative_prompts, parse_seeds
 from diffusion_runtime.config import ParallelConfig, RuntimeConfig, runtime_options
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError, UsageError, shown
+from diffusion_runtime.media.formats import LATENTS_SUFFIX
 from diffusion_runtime.request.generation_request import (
     INPUT_FIELDS,
     OF_SECOND_STAGE,
@@ -28,6 +30,7 @@ from diffusion_runtime.request.generation_request import (
 )
 from diffusion_runtime.request.given_images import fetched_images
 from diffusion_runtime.request.layers import layered
+from diffusion_runtime.untrusted.printable import printable
 
 _RUNTIME_KEYS = tuple(runtime_options())
 _REPEATED_RUNTIME = tuple(name for name, option in runtime_options().items() if option.repeated_by_from)
@@ -118,8 +121,20 @@ def resolve_settings(flags: Flags, any_prompt: str | None = None) -> Settings:
         # Those of a second stage that `--upsampler-path none` leaves out.
         for name in OF_SECOND_STAGE:
             recipe_request.pop(name, None)
+    if runtime.interpolation_path is None:
+        # Likewise `--interpolation-path none`.
+        recipe_request.pop("interpolate", None)
     preset_values = config.presets.get(flags.preset, {}) if flags.preset is not None else {}
     requests, notes = _build_requests(flags, config, (recipe_request, config.request, preset_values), any_prompt)
+    continued = recipe.get("continued")
+    # Of latents, `finish` goes on with what made their steps.
+    if isinstance(continued, Mapping) and flags.repeat is not None and not flags.repeat.endswith(LATENTS_SUFFIX):
+        made_with = continued.get("made_with")
+        names = ", ".join(map(printable, made_with)) if isinstance(made_with, Mapping) else "other values"
+        notes.append(
+            f"--from {flags.repeat}: its first {shown(continued.get('after'))} steps were made with other values "
+            f"({names}); all are made with the later ones here, and the result will differ"
+        )
     if flags.preset is not None and flags.preset not in config.presets and recipe_request:
         notes.append(f"--preset {flags.preset}: the recipe of {flags.repeat} sets its values already and comes first")
     shipped = None if flags.preset in config.presets else lora_of_preset(flags.preset, runtime)
@@ -155,7 +170,19 @@ def _settings_of_latents(flags: Flags) -> Settings:
                 "finish them apart"
             )
     requests = tuple(request for each in found for request in each.requests)
+    recorded = (first.repeated.get("runtime") or {}).get("offline")
+    if isinstance(recorded, bool) and not _asks_hub(first.runtime):
+        # Nothing of it is anywhere else: the recipe is that of a whole run.
+        first = dataclasses.replace(first, runtime=dataclasses.replace(first.runtime, offline=recorded))
     return dataclasses.replace(first, requests=requests, begins=flags.begins, allow_changes=flags.allow_changes)
+
+
+def _asks_hub(runtime: RuntimeConfig) -> bool:
+    """Return whether a model, or a LoRA of it, may be looked for on the hub."""
+    from diffusion_runtime.models.published import embedded_names
+
+    is_here = runtime.model_path in embedded_names() or os.path.isdir(runtime.model_path)
+    return not is_here or any(not os.path.exists(lora.path) for lora in runtime.lora)
 
 
 def _node_values(flags: Flags) -> tuple[list[str], list[str]]:
@@ -315,8 +342,6 @@ def _parallel_values(value: Any) -> dict[str, Any]:
 
 def _read_recipe(path: str) -> Mapping[str, Any]:
     """A recipe whose sections are mappings; what stands in them is checked like any other input."""
-    from diffusion_runtime.media.formats import LATENTS_SUFFIX
-
     if path.endswith(LATENTS_SUFFIX):
         # Imports torch, as tensors are in the same file.
         from diffusion_runtime.generation.saved_latents import read_head

@@ -28,7 +28,7 @@ from diffusion_runtime.session.outputs import Outputs
 if TYPE_CHECKING:
     from diffusion_runtime.loading.interface import InspectableModel, Prepared
     from diffusion_runtime.media.growing_clip import GrowingClip
-    from diffusion_runtime.streaming.generation_stream import GenerationStream
+    from diffusion_runtime.streaming.segment_stream import AnyStream
 
 SCHEMA = "diffusion_runtime.stream/1"
 STANDARD_OUTPUT = "-"
@@ -118,7 +118,8 @@ def run_stream(
     terminal.say(title_of(request))
     with contextlib.ExitStack() as stack:
         typed = stack.enter_context(_typed_prompts()) if flags.interactive and coordinator.is_first else None
-        stream: GenerationStream = stack.enter_context(pipeline.stream(request, endless=is_endless))
+        stream: AnyStream = pipeline.stream(request, endless=is_endless)
+        stack.enter_context(stream)
         clip = stack.enter_context(_clip(stream, flags.stream)) if coordinator.is_first else None
         if growing := coordinator.from_first(lambda: "" if clip is None or clip.path is None else str(clip.path)):
             coordinator.note_growing_file(Path(growing))
@@ -160,7 +161,7 @@ def run_stream(
     return exit_code
 
 
-def _clip(stream: GenerationStream, target: str | None) -> GrowingClip:
+def _clip(stream: AnyStream, target: str | None) -> GrowingClip:
     from diffusion_runtime.media.growing_clip import GrowingClip
 
     assert target is not None
@@ -171,7 +172,7 @@ def _clip(stream: GenerationStream, target: str | None) -> GrowingClip:
 
 
 def _write(
-    stream: GenerationStream,
+    stream: AnyStream,
     clip: GrowingClip | None,
     typed: queue.Queue[str] | None,
     terminal: Terminal,
@@ -210,7 +211,7 @@ def _is_told_of(number: int) -> bool:
     return number in (0, 1, 3) or number % 8 == 7
 
 
-def _progress(stream: GenerationStream) -> str:
+def _progress(stream: AnyStream) -> str:
     whole = stream.num_frames_of_video
     of = "" if whole is None else f" of {whole}"
     rate = stream.rate.frames_per_second
@@ -254,7 +255,7 @@ def _typed_prompts() -> Iterator[queue.Queue[str]]:
     yield lines
 
 
-def _sidecar(stream: GenerationStream, *, is_interrupted: bool) -> dict[str, Any]:
+def _sidecar(stream: AnyStream, *, is_interrupted: bool) -> dict[str, Any]:
     from diffusion_runtime.media.sidecar import RECIPE_SCHEMA, sidecar_of
     from diffusion_runtime.memory.machine_memory import peaks
 
@@ -280,7 +281,7 @@ def _sidecar(stream: GenerationStream, *, is_interrupted: bool) -> dict[str, Any
     )
 
 
-def _report(stream: GenerationStream, terminal: Terminal) -> None:
+def _report(stream: AnyStream, terminal: Terminal) -> None:
     report = stream.attention_report.to_dict()
     terminal.show(attention_table([report]))
     for remark in remarks_of([report]):
@@ -296,7 +297,7 @@ def _report(stream: GenerationStream, terminal: Terminal) -> None:
     terminal.say(f"first frames after {rate.first_frame_seconds:.2f} s{speed}")
 
 
-def _to_json_object(stream: GenerationStream, path: str, timings: dict[str, float], exit_code: int) -> dict[str, Any]:
+def _to_json_object(stream: AnyStream, path: str, timings: dict[str, float], exit_code: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "path": path,

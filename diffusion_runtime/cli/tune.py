@@ -1,4 +1,4 @@
-"""`tune`: which layers and steps may be how sparse under a quality budget, as a config file for `generate`."""
+"""`tune`: the fastest setting within a quality budget, or the sparsest one, as a config file for `generate`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from diffusion_runtime.cli.config_file import schema_comment
 from diffusion_runtime.cli.generate import flags_of
 from diffusion_runtime.cli.generate import generate as generate_verb
 from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
-from diffusion_runtime.cli.tables import figures_table
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout, put_path_on_stdout
+from diffusion_runtime.cli.tune_tables import show
 from diffusion_runtime.errors import ConfigError, OutputError, RequestError
 
 if TYPE_CHECKING:
+    from diffusion_runtime.tuning.fastest_result import FastestResult
     from diffusion_runtime.tuning.plan import Tuning
     from diffusion_runtime.tuning.result import TuneResult
 
 EPILOG = """[bold]Examples[/]
 
-diffusion-runtime tune --prompt-set shapes:24 --budget "accuracy>=dense-0.02" --methods video_sparse_attn -o vsa.yaml
+diffusion-runtime tune --prompt-set shapes:24 --budget "accuracy>=dense-0.02" --minutes 10 -o fast.yaml
 
-diffusion-runtime tune --prompt-file prompts.txt --budget "psnr>=30" --methods sliding_tile_attn,vmoba_attn -o a.yaml
+diffusion-runtime tune --prompt-file prompts.txt --budget "psnr>=30" --over steps,step-cache,quantization -o b.yaml
 
-diffusion-runtime generate "a red circle moving left" --config vsa.yaml
+diffusion-runtime tune --prompt-set shapes:24 --budget "latent<=0.2" --methods video_sparse_attn -o vsa.yaml
+
+diffusion-runtime generate "a red circle moving left" --config fast.yaml
 
 [bold]Exit code[/]
 
@@ -39,15 +42,16 @@ diffusion-runtime generate "a red circle moving left" --config vsa.yaml
 """
 _TUNE = "What to tune"
 _RANGES = ("layer_ranges", "step_ranges", "head_ranges", "levels")
-_OWN = ("budget", "methods", "prompt_set", "measure_prompts", *_RANGES, "clip_path")
+_OWN = ("budget", "over", "minutes", "methods", "prompt_set", "measure_prompts", *_RANGES, "clip_path")
 _MAX_RANGES = 64
+_MINUTES, _MAX_MINUTES = 20.0, 7 * 24 * 60.0
 
 
 def tune(context: typer.Context, **given: Any) -> None:
-    """Tune sparse attention: the fewest pairs under a quality budget, by layer and step.
+    """Find the fastest setting within a quality budget: attention, sparsity, steps, caches, 8 bits, decoder.
 
-    Some prompts measure what each range of layers and steps may lose; the others
-    verify. The YAML is for generate --config and says what was measured. Flags as in generate.
+    Some prompts measure, the others verify. With --methods and no --over: the sparsest attention,
+    by layer and step. The YAML is for generate --config. Flags as in generate.
     """
     del context
     own = {name: given.pop(name) for name in _OWN}
@@ -69,8 +73,12 @@ def tune(context: typer.Context, **given: Any) -> None:
         from diffusion_runtime.tuning.tune import tune as run_tuning
 
         journal = Journal.beside(target)
+        result: TuneResult | FastestResult
         try:
-            result = run_tuning(tuning, terminal, journal)
+            if _is_over_everything(own):
+                result = _tuned_over_everything(tuning, own, terminal, journal)
+            else:
+                result = run_tuning(tuning, terminal, journal)
             result.write(target, schema_comment())
         except KeyboardInterrupt as error:
             raise Interrupted(Journal.kept_in(journal)) from error
@@ -83,17 +91,30 @@ def tune(context: typer.Context, **given: Any) -> None:
     raise typer.Exit(result.exit_code)
 
 
+def _is_over_everything(own: dict[str, Any]) -> bool:
+    return not own["methods"] or bool(own["over"])
+
+
+def _tuned_over_everything(tuning: Tuning, own: dict[str, Any], terminal: Terminal, journal: Path) -> FastestResult:
+    from diffusion_runtime.tuning.axes import chosen_axes
+    from diffusion_runtime.tuning.tune_fastest import tune_fastest
+
+    return tune_fastest(tuning, chosen_axes(_names(own["over"])), own["minutes"], terminal, journal)
+
+
+def _names(texts: Sequence[str] | None) -> list[str]:
+    return [name.strip() for text in texts or () for name in text.split(",") if name.strip()]
+
+
 def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
     """Raises ConfigError and RequestError for values that are wrong, before torch is imported where it can."""
     from diffusion_runtime.cli.settings import resolve_settings
     from diffusion_runtime.tuning.budget import parse_budgets
 
     budgets = parse_budgets(own["budget"] or ())
-    methods = [name for text in own["methods"] or () for name in text.split(",") if name.strip()]
-    if not methods:
-        raise ConfigError(
-            "--methods: expected one sparse method or more, e.g. --methods video_sparse_attn,sliding_tile_attn"
-        )
+    if not 0 < own["minutes"] <= _MAX_MINUTES:
+        raise ConfigError(f"--minutes: expected a number above 0, up to {_MAX_MINUTES:g}, got {own['minutes']:g}")
+    methods = _names(own["methods"])
     for name in _RANGES:
         if not 1 <= own[name] <= _MAX_RANGES:
             flag = name.replace("_", "-")
@@ -117,9 +138,11 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
             f"others verify, got {num_measured}"
         )
     from diffusion_runtime.comparison.prompt_attributes import known_attributes
-    from diffusion_runtime.tuning.ladders import method_names
+    from diffusion_runtime.tuning.axes import chosen_axes
+    from diffusion_runtime.tuning.ladders import METHODS, method_names
     from diffusion_runtime.tuning.plan import Tuning
 
+    chosen_axes(_names(own["over"]))
     attributes = known_attributes(settings.runtime.model_path, [request.prompt for request in requests])
     if any(budget.metric == "accuracy" for budget in budgets) and None in attributes:
         unknown = requests[attributes.index(None)].prompt
@@ -133,7 +156,7 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
         attributes=attributes,
         num_measured=num_measured,
         budgets=budgets,
-        methods=method_names(methods),
+        methods=method_names(methods or METHODS),
         preset=None if settings.preset in settings.file_presets else settings.preset,
         layer_ranges=own["layer_ranges"],
         step_ranges=own["step_ranges"],
@@ -141,61 +164,6 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
         head_ranges=own["head_ranges"],
         clip_path=own["clip_path"],
     )
-
-
-def show(result: TuneResult, terminal: Terminal) -> None:
-    """A table of at most 100 columns: the tuned setting, the uniform ones, dense, fewer steps."""
-    from diffusion_runtime.tuning.result import by_name
-
-    rows: list[tuple[str, ...]] = [_row("dense", 1.0, result.dense_verified, "-")]
-    for name, outcome in by_name(result.tuned, result.uniform).items():
-        rows.append(_row(name, outcome.point.kept, outcome.verified, _met(outcome.is_met)))
-    fewer = result.fewer_steps
-    if fewer is not None:
-        rows.append(_row("dense, fewer steps", 1.0, fewer, "-"))
-    terminal.say(f"\nOn {len(result.verified_prompts)} prompts that were not measured; {' '.join(result.budgets)}")
-    columns = ("setting", "kept", "budget", "accuracy", "PSNR", "latents", "steps", "time, s")
-    terminal.show(figures_table(columns, rows))
-    setting = result.setting
-    if setting.is_met:
-        terminal.say(
-            f"The file holds {result.chosen}: {setting.point.kept:.3f} of self-attention's pairs; {_beside(result)}."
-        )
-    else:
-        values = {} if setting.verified is None else setting.verified.values
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        terminal.warn(
-            f"no sparse setting meets the budget; the file holds the nearest, {result.chosen}"
-            + f": {figures}" * bool(values)
-        )
-    if fewer is None:
-        terminal.say("Fewer dense steps: the setting in the file takes as long here as all of them.")
-
-
-def _beside(result: TuneResult) -> str:
-    """The other kind of setting, beside the one in the file."""
-    best = result.best_uniform
-    if result.setting is not result.tuned:
-        tuned = result.tuned
-        return f"the tuned one keeps {tuned.point.kept:.3f}" if tuned.is_met else "the tuned one misses the budget"
-    if best is None:
-        return "no uniform setting is within the budget"
-    return f"the best uniform setting, of {best[0]}, keeps {best[1].point.kept:.3f}"
-
-
-def _met(is_met: bool) -> str:
-    return "met" if is_met else "missed"
-
-
-def _row(name: str, kept: float, figures: Any, state: str) -> tuple[str, ...]:
-    if figures is None:
-        return (name, f"{kept:.3f}", state, *("-",) * 5)
-    values = figures.values
-    shown = [
-        "-" if values.get(metric) is None else f"{values[metric]:.{digits}f}"
-        for metric, digits in (("accuracy", 3), ("psnr", 1), ("latent", 3))
-    ]
-    return (name, f"{kept:.3f}", state, *shown, str(figures.num_steps), f"{figures.seconds:.2f}")
 
 
 def _checked_target(path: str | None, folders: ExitStack) -> Path:
@@ -252,7 +220,8 @@ def _parameters() -> list[inspect.Parameter]:
     ]
     context, prompts, *others = kept
     budget = "accuracy>=dense-0.02, psnr>=30, ssim>=0.9, lpips<=0.1, latent<=0.1, clip>=dense-1; again for several."
-    methods = "video_sparse_attn, sliding_tile_attn, vmoba_attn; several share one schedule."
+    methods = "video_sparse_attn, sliding_tile_attn, vmoba_attn; several share one schedule. Default: all."
+    over = "attention, sparse, steps, step-cache, guidance, quantization, decoder, resolution. Default: all."
     ranges: Sequence[tuple[str, int, str]] = (
         ("layer_ranges", 3, "Ranges of layers that are measured. Default: 3."),
         ("step_ranges", 4, "Ranges of steps that are measured. Default: 4."),
@@ -261,6 +230,12 @@ def _parameters() -> list[inspect.Parameter]:
     )
     own = [
         parameter("budget", None, Annotated[list[str] | None, _option(budget, "--budget", "METRIC>=X")]),
+        parameter("over", None, Annotated[list[str] | None, _option(over, "--over", "AXES")]),
+        parameter(
+            "minutes",
+            _MINUTES,
+            Annotated[float, _option("The most that it takes. Default: 20.", "--minutes", "N")],
+        ),
         parameter("methods", None, Annotated[list[str] | None, _option(methods, "--methods", "NAMES")]),
         parameter("prompt_set", None, prompt_set_option(_TUNE)),
         parameter(

@@ -12,6 +12,7 @@ from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.flag_syntax import WEIGHT_SUFFIXES
 from diffusion_runtime.cli.tables import facts_table
 from diffusion_runtime.cli.terminal import json_text, put_on_stdout
+from diffusion_runtime.weights.weight_files import listed
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.recognised_files import Recognised
@@ -53,6 +54,8 @@ def run_weights_info(path: str, model_path: str | None, *, as_json: bool) -> int
     facts: list[tuple[str, object]] = [("file", path), ("format", summary.format)]
     for part in summary.parts or (summary,):
         facts += _facts_of(part)
+    if of_transformer and model is None:
+        facts.append(("model", "of no published size; --like FOLDER runs it with the settings of a diffusers folder"))
     if model is not None:
         facts += [
             ("model", _named(model)),
@@ -91,6 +94,8 @@ def _facts_of(summary: WeightSummary) -> list[tuple[str, object]]:
         facts.append(("prefix", summary.prefix))
     if summary.num_others:
         facts.append(("other parts", f"{summary.num_others} tensors, which --transformer-path leaves unread"))
+    if summary.unread:
+        facts.append(("names", listed(summary.unread)))
     return facts
 
 
@@ -111,4 +116,4 @@ def _check_fit(path: str, model_path: str, component: str) -> None:
         return
     model = family.describe(folder)
     model = model.with_transformer_files([TransformerFile(path, "FILE", "transformer")], lora_names_of_families)
-    model.weights.check(model.modules(model.build_transformer(AttentionPolicy())), ["transformer"])
+    model.weights.check(model.modules(model.build_transformer(AttentionPolicy.of_shapes())), ["transformer"])

@@ -206,10 +206,11 @@ def _check_size(media: MediaFile, request: GenerationRequest) -> None:
         return
     # An mp4 has an even number of pixels across and down.
     odd = 1 if media.format == "mp4" else 0
-    made = (request.width + odd * (request.width % 2), request.height + odd * (request.height % 2), request.num_frames)
+    num_frames = (request.num_frames or 0) * (request.interpolate or 1)
+    made = (request.width + odd * (request.width % 2), request.height + odd * (request.height % 2), num_frames)
     if (media.width, media.height, media.num_frames) != made and request.num_frames is not None:
         raise OutputError(
-            f"{media.path}: its recipe makes {request.num_frames} frames of {request.width} x {request.height}, and it "
+            f"{media.path}: its recipe makes {num_frames} frames of {request.width} x {request.height}, and it "
             f"has {media.num_frames} of {media.width} x {media.height}: the recipe is of another file"
         )
 

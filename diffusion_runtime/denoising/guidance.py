@@ -22,10 +22,11 @@ Combine: TypeAlias = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 @dataclass(frozen=True)
 class RequestGuidance:
-    """Guidance of a batch. scale: the factor of classifier-free guidance at a step; mode, branches, wrappers, skip: see
-    with_guidance."""
+    """Guidance of a batch. scale: the factor of classifier-free guidance at a step, 1 where is_active says that the
+    step is without; mode, branches, wrappers, skip: see with_guidance."""
 
     scale: Callable[[StepInfo], float]
+    is_active: Callable[[StepInfo], bool]
     mode: str
     branches: BranchExchange | None = None
     wrappers: Sequence[BranchWrapper] = ()

@@ -125,16 +125,19 @@ def with_guidance_terms(
     mode: str = "batched",
     branches: BranchExchange | None = None,
     wrappers: Sequence[BranchWrapper] = (),
+    is_active: Callable[[StepInfo], bool] = lambda _: True,
 ) -> Predict:
-    """Return the guided velocity of both parts, float32. The other arguments are those of `with_guidance`; two groups
-    of processes run the further branches one each, too."""
+    """Return the guided velocity of both parts, float32. is_active: whether a step has the branch of the negative
+    prompt. The other arguments are those of `with_guidance`; two groups of processes run the further branches one each,
+    too."""
     velocities = predict_branches(predict, mode, branches)
     for wrap in wrappers:
         velocities = wrap(velocities)
-    wanted = ("cond", *(("uncond",) if terms.is_guided else ()), *terms.further_branches)
 
     def guided(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         assert step.sigma is not None
+        is_guided = terms.is_guided and is_active(step)
+        wanted = ("cond", *(("uncond",) if is_guided else ()), *terms.further_branches)
         sigma, latents = step.sigma, latents.float()
         clean = {branch: split(latents - sigma * each) for branch, each in velocities(latents, step, wanted).items()}
         parts = [

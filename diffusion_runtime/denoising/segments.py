@@ -103,6 +103,8 @@ class SegmentPlan:
             raise RequestError(
                 f"segment_overlap: expected {least} to {self.longest - 1}, less than segment_frames, got {self.overlap}"
             )
+        if num_seeds and not self.is_apart:
+            raise RequestError("segment_seeds: the video is one segment, whose seed is --seed; leave segment_seeds out")
         if num_seeds > len(self):
             raise RequestError(
                 f"segment_seeds: expected at most {len(self)}, one for each segment of the video, got {num_seeds}"

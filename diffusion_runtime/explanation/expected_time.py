@@ -26,6 +26,7 @@ from diffusion_runtime.explanation.stage_times import (
     StageTimes,
     how_of,
     num_tokens_of,
+    options_of,
     size_of,
 )
 from diffusion_runtime.generation.interface import GenerationRules
@@ -130,7 +131,7 @@ def expected_time(
         per_step,
         once or 0.0,
         _basis(rows),
-        "" if len(known) == len(STAGES) else _advice(model_path, size),
+        "" if len(known) == len(STAGES) else _advice(model_path, size, options_of(recipe, rules, request)),
     )
 
 
@@ -217,10 +218,11 @@ def _basis(rows: Sequence[Measured]) -> str:
     return f"{len(sizes)} measured size{'s' * (len(sizes) > 1)}: {', '.join(sizes)}" if sizes else ""
 
 
-def _advice(model_path: str, size: tuple[int, int, int]) -> str:
+def _advice(model_path: str, size: tuple[int, int, int], options: Sequence[str]) -> str:
     frames, height, width = size
     clip = f" --height {height} --width {width} --num-frames {frames}" if all(size) else ""
+    same = "".join(f" --set {shlex.quote(each)}" for each in options)
     return (
-        f"diffusion-runtime bench generate {shlex.quote(model_path)}{clip} --no-diffusers, with the same options; "
-        "after two or more sizes, those between them are known too"
+        f"diffusion-runtime bench generate {shlex.quote(model_path)}{clip}{same} --no-diffusers, with the same "
+        "attention and device; after two or more sizes, those between them are known too"
     )

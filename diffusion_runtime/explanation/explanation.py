@@ -91,13 +91,14 @@ class _Stage:
 @dataclass(frozen=True)
 class Explanation:
     """grid: tokens (frames, height, width) at full size; num_text_tokens: that self-attention sees in addition.
-    num_first_steps: of the first chunk of a causal model's video, where the others take num_steps and it does not;
-    `schedule` has them before those of the others. num_forwards: passes of the request: of every step and guidance
-    branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free guidance are one
-    pass. is_bound: whether the kept operations are an upper bound, because the content decides what some layers leave
-    out. is_in_chunks: whether the video is made chunk by chunk. warnings: what calls will warn of. step_seconds: mean
-    seconds of a step's computation, as of `parts`; copy_seconds: of the copies of streamed weights that a step has, 0
-    without, which run behind it. references: a line about each one of several kinds."""
+    num_first_steps: of the first chunk of a causal model's video, where the others take num_steps and it does
+    not; `schedule` has them before those of the others. num_forwards: passes of the request: of every step and
+    guidance branch, whatever step caches leave out. is_joined: whether the two branches of classifier-free
+    guidance are one pass; num_joined: how many of the passes have both. is_bound: whether the kept operations
+    are an upper bound, because the content decides what some layers leave out. is_in_chunks: whether the video
+    is made chunk by chunk. warnings: what calls will warn of. step_seconds: mean seconds of a step's
+    computation, as of `parts`; copy_seconds: of the copies of streamed weights that a step has, 0 without, which
+    run behind it. references: a line about each one of several kinds."""
 
     description: PipelineDescription
     request: GenerationRequest
@@ -107,6 +108,7 @@ class Explanation:
     num_first_steps: int | None
     num_forwards: int
     is_joined: bool
+    num_joined: int
     schedule: tuple[LayerSchedule, ...]
     parts: tuple[PartCost, ...]
     is_bound: bool
@@ -149,7 +151,10 @@ class Explanation:
     @property
     def passes_text(self) -> str:
         """`12 in 12 steps, each of both guidance branches`."""
-        joined = ", each of both guidance branches" if self.is_joined else ""
+        joined = ""
+        if self.is_joined:
+            alike = self.num_joined == self.num_forwards
+            joined = f", {'each' if alike else self.num_joined} of both guidance branches"
         if not self.is_in_chunks:
             return f"{self.num_forwards} in {self.num_steps} steps{joined}"
         own = self.request.first_chunk_sampler
@@ -238,6 +243,7 @@ def explain(given: Prepared, request: GenerationRequest) -> Explanation:
         num_first_steps=num_first_steps(settings),
         num_forwards=num_forwards,
         is_joined=planned.is_guided and planned.is_batched,
+        num_joined=sum(each.num for group in groups for each in group.passes if each.is_guided),
         is_in_chunks=prepared.rules.sampling.is_causal,
         references=() if media is None else tuple(media.describe(request, planned.size)),
         schedule=schedule,
@@ -299,7 +305,7 @@ def _stage_of(group: PassGroup, costs: _PassCosts) -> _Stage:
             running.setdefault(each.step, set()).update(layers[each.kind])
     rows = _schedules_of(cost, costs.prefill, group.steps, group.num_steps)
     schedule = tuple(
-        _without(row, {step for step, ran in running.items() if (row.role, row.index) not in ran}, group.steps)
+        _without(row, {step for step in group.steps if (row.role, row.index) not in running.get(step, ())}, group.steps)
         for row in rows
     )
     return _Stage(cost, group.steps, schedule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -29,6 +30,7 @@ class StepPass:
     belongs to no step. num: how many passes, by guidance branches, experts and context windows. weight: the same in
     passes as large as the one that is counted, which may be of two branches. cache: of a pass over some frames of a
     video that is made chunk by chunk. is_controlled: False where a ControlNet leaves it out.
+    is_guided: False where guidance_start and guidance_stop leave it without guidance.
     """
 
     size: ClipSize
@@ -37,6 +39,7 @@ class StepPass:
     weight: float
     cache: CachePlan | None = None
     is_controlled: bool = True
+    is_guided: bool = True
 
     @property
     def kind(self) -> Hashable:
@@ -54,6 +57,25 @@ class PassGroup:
     steps: range
     num_steps: int
     passes: tuple[StepPass, ...]
+
+
+@dataclass(frozen=True)
+class _PassesOfStep:
+    """Forward passes of one call of the model. num, weight: see StepPass."""
+
+    num: int
+    weight: float
+
+    @classmethod
+    def at(cls, planned: PlannedRequest, *, is_active: bool, has_one_text: bool) -> Self:
+        """is_active: whether the step has guidance. has_one_text: whether guidance within attention leaves the
+        unconditional pass with one text, and its tokens once."""
+        further, is_guided = len(planned.further_branches), planned.is_guided and is_active
+        if planned.is_guided and planned.is_batched:
+            # What is counted is one pass of two branches.
+            return cls(1 + further, (1 if is_guided else 1 / 2) + further / 2)
+        num = 1 + is_guided + further
+        return cls(num, num - 1 / 2 if is_guided and has_one_text else num)
 
 
 def groups_of(prepared: InspectableModel, planned: PlannedRequest, settings: BatchSettings) -> list[PassGroup]:
@@ -74,16 +96,12 @@ def _groups_of_clip(
     prepared: InspectableModel, planned: PlannedRequest, settings: BatchSettings
 ) -> Iterator[PassGroup]:
     count, settings = len(settings.segments) * len(settings.windows or (None,)), settings.of_segment()
-    further, is_joined = len(planned.further_branches), planned.is_guided and planned.is_batched
-    num = ((1 if is_joined or not planned.is_guided else 2) + further) * count
-    weight = num - count * further / 2 if is_joined else num
-    if planned.is_guided and planned.attention_guidance is not None and not prepared.transformer.text_is_keys:
-        # The unconditional pass has one text, and its tokens once.
-        weight -= count / 2
+    has_one_text = planned.attention_guidance is not None and not prepared.transformer.text_is_keys
+    guided = settings.guidance.steps
     has_control = isinstance(prepared.model.sampling.control, ImageControl)
     start, stop = 0, settings.shared.stop_after_step or settings.num_steps
     for stage in stages_of(settings):
-        # Samplers may call the model several times per step.
+        # Samplers may call the model several times per step, and zero-init calls it at none of the first.
         indices = [stage.first + step.index for step in stage.steps(torch.device("cpu"))]
         calls = [index for index in indices if index < stop]
         if not calls:
@@ -96,12 +114,15 @@ def _groups_of_clip(
             tuple(
                 StepPass(
                     settings.of_window(stage.size),
-                    index,
-                    num,
-                    weight,
-                    is_controlled=not has_control or counts_at(planned.request, StepInfo(index, settings.num_steps)),
+                    step.index,
+                    count * passes.num,
+                    count * passes.weight,
+                    is_controlled=not has_control or counts_at(planned.request, step),
+                    is_guided=guided.is_active(step),
                 )
-                for index in calls
+                for step in (StepInfo(index, settings.num_steps) for index in calls)
+                if step.index >= guided.num_zero
+                for passes in (_PassesOfStep.at(planned, is_active=guided.is_active(step), has_one_text=has_one_text),)
             ),
         )
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.config import runtime_options
 from diffusion_runtime.core.cache_folder import cache_root, complete_file
 from diffusion_runtime.core.software import made_with
 from diffusion_runtime.generation.interface import GenerationPipeline, GenerationRules
@@ -42,7 +43,7 @@ _ELSEWHERE = frozenset(
 # Options of RuntimeConfig that change how long a stage takes; of attention the decisions count, which the recipe has.
 _OPTIONS = (
     "quantization", "quantization_ignored_layers", "compile", "cuda_graphs", "vae_decode", "vae_tiling", "vae_decoder",
-    "upsampler_path", "controlnet_path",
+    "upsampler_path", "controlnet_path", "interpolation_path",
 )  # fmt: skip
 _DECISION_KEYS = ("role", "when", "layers", "backend", "options")
 
@@ -168,6 +169,24 @@ def how_of(recipe: Mapping[str, Any], rules: GenerationRules, request: Generatio
         "fields": fields,
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def options_of(recipe: Mapping[str, Any], rules: GenerationRules, request: GenerationRequest) -> list[str]:
+    """Return what `how_of` depends on and is not as by default, as `--set` takes it: options, and fields of a resolved
+    request that are numbers or texts."""
+    options = runtime_options()
+    found = [
+        f"runtime.{name}={value}"
+        for name in _OPTIONS
+        if (value := recipe["runtime"][name]) != options[name].default and isinstance(value, str | int | float)
+    ]
+    for name in REQUEST_FIELDS:
+        value = getattr(request, name)
+        value = ",".join(map(str, value)) if isinstance(value, tuple) and name not in INPUT_FIELDS else value
+        is_plain = isinstance(value, str | int | float) and name not in (*_ELSEWHERE, *INPUT_FIELDS)
+        if is_plain and value not in (rules.defaults.get(name), REQUEST_FIELDS[name].off):
+            found.append(f"request.{name}={value}")
+    return found
 
 
 def _is_in_chunks(rules: GenerationRules) -> bool:

@@ -77,9 +77,17 @@ class BatchRun:
         batch = self.batch
         requests = batch if prompt is None else [dataclasses.replace(each, prompt=prompt) for each in batch]
         recorder = self.recorder if recorder is None else recorder
-        encoder, reads = self.parts.text_encoder, self.settings.guidance.reads_negative
-        kept = self.parts.encodings
-        return encode_prompts(encoder, requests, recorder, self.device, self.dtype, kept, reads_negative=reads)
+        encoder, guidance, kept = self.parts.text_encoder, self.settings.guidance, self.parts.encodings
+        return encode_prompts(
+            encoder,
+            requests,
+            recorder,
+            self.device,
+            self.dtype,
+            kept,
+            reads_negative=guidance.reads_negative,
+            has_zero_text=guidance.has_zero_text,
+        )
 
     def denoiser(self) -> LatentDenoiser:
         """Return the denoiser of this batch."""

@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.decoders.frame_interpolation import FrameInterpolator
 from diffusion_runtime.decoders.interface import FrameStream, LatentDecoder
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, ClipHeader
@@ -33,18 +34,22 @@ def decode_clip(
     open_sink: Callable[[ClipHeader], FrameSink] | None,
     recorder: AttentionRecorder,
     size: ClipSize | None = None,
+    interpolator: FrameInterpolator | None = None,
 ) -> tuple[torch.Tensor, Audio | None]:
     """Decode one sample. Return its frames, uint8 on the CPU, [frames, height, width, 3], and its sound.
 
     latents: clean, [1, *sample_shape]. size: of the clip that they are of, None for the settings'. open_sink: as of
-    decode_frames. Raises DiffusionRuntimeError for frames that are not numbers.
+    decode_frames. interpolator: makes the frames in between that the request asks for.
+
+    Raises DiffusionRuntimeError for frames that are not numbers.
     """
     geometry = settings.sampling.geometry
     parts = geometry.parts(latents, settings.size if size is None else size)
     # A file of a clip with sound begins with the sound, which is not there yet.
     sink = open_sink if parts.audio is None else None
     stream = without_first(decoder.stream(parts.video), geometry.num_frames_before)
-    frames = decode_frames(stream, settings.size.fps, recipe, sink)
+    stream = interpolated(stream, settings, interpolator)
+    frames = decode_frames(stream, written_rate(settings), recipe, sink)
     # Afterwards: a decoder may find that its kernels are not to be used here.
     recorder.record_library("vae", decoder.library, decoder.implementation, decoder.chosen)
     return frames, _sound(decoder, parts.audio, settings, recorder)
@@ -136,6 +141,38 @@ def without_first(stream: FrameStream, num_frames: int) -> FrameStream:
                 yield chunk[:, skipped:]
 
     return FrameStream(stream.num_frames - num_frames, chunks()) if num_frames else stream
+
+
+def written_rate(settings: BatchSettings) -> float:
+    """Return the frames per second of the file, those in between included."""
+    return settings.frame_rate * (settings.shared.interpolate or 1)
+
+
+def interpolated(stream: FrameStream, settings: BatchSettings, interpolator: FrameInterpolator | None) -> FrameStream:
+    """Return a stream with the frames in between that its request asks for; the stream where it asks for none.
+
+    Frames of the stream stay as they are. The last one is there as often as each has followers, so that the clip is as
+    long as its sound. A pair is held at a time, whatever chunks the frames come in.
+    """
+    multiple = settings.shared.interpolate or 1
+    if interpolator is None or multiple == 1 or stream.num_frames == 1:
+        return stream
+
+    def pairs() -> Iterator[torch.Tensor]:
+        position, before, last = 0, None, torch.empty(0)
+        for chunk in stream.chunks:
+            pixels = to_pixels(chunk[0], position)
+            position += len(pixels)
+            for frame in pixels:
+                this = interpolator.prepare(frame)
+                made = [frame[None]]
+                if before is not None:
+                    made.insert(0, interpolator.between(before, this, multiple - 1, frame))
+                yield torch.cat(made)[None]
+                before, last = this, frame
+        yield last.expand(1, multiple - 1, *last.shape)
+
+    return FrameStream(stream.num_frames * multiple, pairs())
 
 
 def to_pixels(frames: torch.Tensor, position: int) -> torch.Tensor:

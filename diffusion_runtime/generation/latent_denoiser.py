@@ -27,6 +27,7 @@ from diffusion_runtime.denoising.initial_latents import InitialLatents
 from diffusion_runtime.denoising.interface import BranchWrapper, OnStep, Predict, SamplerState
 from diffusion_runtime.denoising.noise import SampleNoise
 from diffusion_runtime.denoising.step_cache.requested import StepCache
+from diffusion_runtime.denoising.zero_star import with_zero_init
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.denoising_stages import DenoisingStage, stages_of
 from diffusion_runtime.generation.hooks import Hooks
@@ -311,8 +312,12 @@ class LatentDenoiser:
         guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
         if guidance.note is not None:
             self.recorder.note(guidance.note)
-        given = RequestGuidance(guidance.cfg_scale_at, guidance.mode, branches, wrappers, guidance.skip)
-        return self.transformer.guided(predict, given, inputs)
+        steps = guidance.steps
+        wrappers = (*wrappers, *steps.wrappers)
+        given = RequestGuidance(
+            guidance.cfg_scale_at, steps.is_active, guidance.mode, branches, wrappers, guidance.skip
+        )
+        return with_zero_init(self.transformer.guided(predict, given, inputs), steps.num_zero)
 
     def context_of(
         self,

@@ -12,6 +12,7 @@ import torch
 from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
+from diffusion_runtime.decoders.frame_interpolation import FrameInterpolator
 from diffusion_runtime.decoders.interface import LatentDecoder, LatentEncoder
 from diffusion_runtime.decoders.latent_upsampler import LatentUpsampler
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import ForwardGraphs
@@ -79,12 +80,12 @@ class PipelineParts:
     """The parts of a loaded model.
 
     load_image_conditioner: called when the first request has an image; load_latent_encoder: when the first one starts
-    from a picture or a video. upsampler: of a second stage, where there is
-    one. products: counts the products of quantised linear layers. graphs: the CUDA graphs of the transformer's forward
-    passes, None for none; decoder_graphs: those of the decoder. offloading: the parts that wait in the machine's
-    memory. loras: the LoRA files of the transformer, None where its folder is not known; rules_with_loras: the rules of
-    the model with other files. memory: plans requests that are larger than what the model was loaded for. encodings: of
-    texts and images of earlier requests.
+    from a picture or a video. upsampler: of a second stage, where there is one. interpolator: of frames between those
+    of the decoder, where there is one. products: counts the products of quantised linear layers. graphs: the CUDA
+    graphs of the transformer's forward passes, None for none; decoder_graphs: those of the decoder. offloading: the
+    parts that wait in the machine's memory. loras: the LoRA files of the transformer, None where its folder is not
+    known; rules_with_loras: the rules of the model with other files. memory: plans requests that are larger than what
+    the model was loaded for. encodings: of texts and images of earlier requests.
     """
 
     text_encoder: TextEncoder
@@ -93,6 +94,7 @@ class PipelineParts:
     load_image_conditioner: Callable[[], ImageConditioner]
     load_latent_encoder: Callable[[], LatentEncoder] = _no_encoder
     upsampler: LatentUpsampler | None = None
+    interpolator: FrameInterpolator | None = None
     products: ProductCounter = field(default_factory=ProductCounter)
     graphs: ForwardGraphs | None = None
     decoder_graphs: DecoderGraphs | None = None

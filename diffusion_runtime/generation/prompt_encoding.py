@@ -61,12 +61,14 @@ def encode_prompts(
     kept: KeptResults,
     *,
     reads_negative: bool,
+    has_zero_text: bool = False,
 ) -> EncodedPrompts:
     """Encode every distinct text of the batch once, in one call; negative prompts in another where they are about other
     pictures. Texts that an earlier batch encoded together are not encoded again.
 
     batch: resolved requests, whose images are the same. device, dtype: of the conditions. kept: encodings of earlier
-    batches. reads_negative: whether negative prompts are encoded as well.
+    batches. reads_negative: whether negative prompts are encoded as well. has_zero_text: whether zeros stand for what
+    they are encoded to.
     """
     positive, negative = _prompts_of(batch, reads_negative=reads_negative)
     chosen_by = text_encoder.chosen
@@ -96,7 +98,10 @@ def encode_prompts(
 
     wanted, unwanted = asked[: len(positive)], asked[len(positive) :]
     branches = {"cond": chosen(wanted)}
-    if unwanted:
+    if unwanted and has_zero_text:
+        zeros = chosen(unwanted).zeroed()
+        branches |= {"uncond": zeros, "both": branches["cond"].joined(zeros)}
+    elif unwanted:
         branches |= {"uncond": chosen(unwanted), "both": chosen(asked)}
     pairs = zip(wanted, unwanted or wanted, strict=True)
     return EncodedPrompts(branches, tuple(tuple(dict.fromkeys(remarks[a] + remarks[b])) for a, b in pairs))

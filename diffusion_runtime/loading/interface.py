@@ -52,6 +52,10 @@ class Prepared(Protocol):
         """The same with the plan that `load` makes where it needs one, and what that decides; itself where none is
         needed. Every process of a run calls it. Raises what `planned_for` raises."""
 
+    def for_these_alone(self, requests: Sequence[GenerationRequest]) -> Prepared:
+        """The same for resolved requests that are all it will ever be given: weights that none of them uses are neither
+        planned for nor read, such as those of the other one of two experts."""
+
     def check_files(self) -> None:
         """Raises ModelLoadError where the weight files of a part are not there, as `load` does; reads none of them, and
         leaves out what `load` would download."""

@@ -31,6 +31,7 @@ class LoadOptions(TypedDict, total=False):
     variant: str | None  # None
     workflow: str | None  # None
     upsampler_path: str | None  # None
+    interpolation_path: str | None  # None
     lora: Any  # ()
     self_check: bool  # True
     vae_decode: str  # 'exact'

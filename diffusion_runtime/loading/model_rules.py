@@ -17,6 +17,7 @@ from diffusion_runtime.models.shift_choice import shift_choice
 from diffusion_runtime.models.teacache import read_polynomials
 from diffusion_runtime.request.generation_request import OF_SECOND_STAGE, SECOND_STAGE_SAMPLERS
 from diffusion_runtime.request.layers import layered
+from diffusion_runtime.rules.predicted_length import BOUNDS
 from diffusion_runtime.rules.presets import PresetRules
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.rules.step_cache_rules import StepCacheRules
@@ -29,7 +30,9 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
 
     Raises ModelLoadError where generation.json has a preset by the name of one of the model's sampling presets."""
     named, family = model_of_name(config.model_path), model.family.name
-    documented = [] if named is None else [named.request]
+    # Files of parts have no duration head, whose bounds are no request's then.
+    unused = set(BOUNDS) - model.used_fields
+    published = {} if named is None else {key: value for key, value in named.request.items() if key not in unused}
     distilled = recognise(family, model.folder, config.model_path)
     preset = {} if distilled is None else distilled.presets[0].request
     sampling_presets = presets_of(family, config.model_path)
@@ -49,7 +52,7 @@ def request_rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRu
             "tone_map_compression_ratio": 0.0,
         }
     return RequestRules(
-        defaults=layered(defaults, second, scheduler.defaults, preset, model.generation.defaults, *documented),
+        defaults=layered(defaults, second, scheduler.defaults, preset, model.generation.defaults, published),
         presets={
             **{each.name: each.request for each in sampling_presets},
             **model.generation.presets,

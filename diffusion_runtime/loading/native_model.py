@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.decoders.frame_interpolation import InterpolationFile
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
 from diffusion_runtime.decoders.shared_decoder import SharedDecoder
@@ -62,7 +64,7 @@ from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.generation_request import EXPERTS, GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
@@ -75,6 +77,7 @@ from diffusion_runtime.weights.transformer_weights import RoomFor, no_room
 from diffusion_runtime.weights.weight_files import check_component_files
 from diffusion_runtime.weights.weight_loading import MakeEmpty
 
+_logger = logging.getLogger("diffusion_runtime.loading")
 # Some twenty prompts of the widest encoders: one of FLUX.2 [dev] takes 15 MB.
 _MAX_KEPT_ENCODINGS = 256 * 2**20
 _IN_TILES = (
@@ -87,9 +90,10 @@ class PreparedModel:
     """A native model. transformer: on the meta device. loras: read, and not yet merged. world: the processes that run
     the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
     upsampler: of a second stage. quantization: of the transformer's linear layers, already made in `transformer` as far
-    as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was
-    chosen for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by a
-    layer of ours, None for others."""
+    as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was chosen
+    for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by a layer of
+    ours, None for others. interpolation: weights for frames between those of the model, None without. unread:
+    transformers that are not read."""
 
     description: PipelineDescription
     model: Model[Any, Any]
@@ -106,6 +110,8 @@ class PreparedModel:
     planned: PlannedRequest | None = None
     text_attention: EncoderAttention | None = None
     decoder_attention: AttentionLayer | None = None
+    interpolation: InterpolationFile | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def rules(self) -> RequestRules:
@@ -156,10 +162,22 @@ class PreparedModel:
         config = dataclasses.replace(self.description.config, vae_tiling=choice)
         return dataclasses.replace(self, description=dataclasses.replace(self.description, config=config))
 
+    def for_these_alone(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
+        """Return the model without the expert that none of these requests uses, as Prepared.for_these_alone says."""
+        components, experts = self.model.weights.components, {request.expert for request in requests}
+        if len(components) < 2 or len(experts) != 1 or None in experts:
+            return self
+        read = components[EXPERTS.index(str(experts.pop()))]
+        every = self.model.modules
+        model = dataclasses.replace(self.model, modules=lambda whole: {read: every(whole)[read]})
+        _logger.info("%s alone is read: every step is by the expert %s", read, next(iter(requests)).expert)
+        return dataclasses.replace(self, model=model, unread=tuple(each for each in components if each != read))
+
     def check_files(self) -> None:
         """Check that the weight files are there, as Prepared.check_files says."""
         config, opened = self.description.config, self.model
-        elsewhere = [*opened.weights.in_files, *opened.family.unread_components(config.vae_decoder)]
+        unread = (*opened.family.unread_components(config.vae_decoder), *self.unread)
+        elsewhere = [*opened.weights.in_files, *unread]
         check_weights_are_there(config.model_path, opened.folder, elsewhere, offline=config.offline)
 
     def load(
@@ -196,7 +214,7 @@ class PreparedModel:
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
         elsewhere = opened.weights.in_files
         read_began = time.perf_counter()
-        unread = opened.family.unread_components(config.vae_decoder)
+        unread = (*opened.family.unread_components(config.vae_decoder), *self.unread)
         named = [*named_components(config), *elsewhere, *unread]
         fetch_weights(config.model_path, opened.folder, named, offline=config.offline, variant=config.variant)
         quantised = [each.name for each in opened.family.files.diffusers_components if each.reads_quantized]
@@ -218,6 +236,7 @@ class PreparedModel:
                 if self.upsampler is not None:
                     with ReadProgress(say, "upsampler"):
                         upsampler = self.upsampler.load(opened.folder, self.device, self.dtype)
+                interpolator = None if self.interpolation is None else self.interpolation.load(self.device)
         if world is not None:
             world.wait_for_all()
             world.enable_hang_detection(config.parallel.timeout)
@@ -226,6 +245,7 @@ class PreparedModel:
             transformer=transformer,
             decoder=decoder,
             upsampler=upsampler,
+            interpolator=interpolator,
             load_image_conditioner=self._load_image_conditioner,
             load_latent_encoder=lambda: self.model.load_latent_encoder(self.device, self.dtype),
             encodings=KeptResults(_MAX_KEPT_ENCODINGS if config.encoding_cache else 0),
@@ -416,15 +436,23 @@ class PreparedModel:
         return self._with_remedies(self._of_processes(found))
 
     def _of_processes(self, planned: PlannedDemand | None) -> PlannedDemand | None:
-        """With the processes of this machine, and the upsampler of a second stage, which stays on the device as the
-        decoder does and is counted with it."""
+        """With the processes of this machine, and the upsampler of a second stage and frame interpolation, which stay
+        on the device as the decoder does and are counted with it."""
         if planned is None:
             return None
-        decoder = planned.demand.decoder
+        demand, further = planned.demand, 0
         if self.upsampler is not None:
-            decoder = dataclasses.replace(decoder, total=decoder.total + self.upsampler.num_bytes(self.dtype))
+            further += self.upsampler.num_bytes(self.dtype)
+        if self.interpolation is not None:
+            further += self.interpolation.num_bytes
+            if planned.request is not None and planned.request.request.interpolate is not None:
+                size = planned.request.size
+                # While the decoder keeps what its next frames read.
+                held = demand.decode_activations + self.interpolation.activation_bytes(size.height, size.width)
+                demand = dataclasses.replace(demand, decode_activations=held)
+        decoder = dataclasses.replace(demand.decoder, total=demand.decoder.total + further)
         num_local = self.mesh.size if self.world is None else self.world.place.local_world_size
-        demand = dataclasses.replace(planned.demand, decoder=decoder, num_local=num_local)
+        demand = dataclasses.replace(demand, decoder=decoder, num_local=num_local)
         return dataclasses.replace(planned, demand=demand)
 
     def _fitting(self, request: GenerationRequest) -> str:

@@ -18,6 +18,7 @@ from diffusion_runtime.config import Degrees, RuntimeConfig
 from diffusion_runtime.core.hardware import Hardware, device_of_process, resolve_device, resolve_dtype
 from diffusion_runtime.core.model_folder import ModelFolder, component_class, read_index
 from diffusion_runtime.core.planned_device import PlannedDevice
+from diffusion_runtime.decoders.frame_interpolation import InterpolationFile, open_interpolation
 from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder, open_upsampler
 from diffusion_runtime.decoders.tiny_decoder import TinyDecoder, TinyFile, is_published_choice, read_tiny_decoder
 from diffusion_runtime.errors import ConfigError, shown
@@ -52,13 +53,14 @@ _HEAD_GROUPS = 2
 
 @dataclass(frozen=True)
 class _Parts:
-    """Parts that a config names, opened: the model of its folder with parts from elsewhere, a tiny decoder and an
-    upsampler."""
+    """Parts that a config names, opened: the model of its folder with parts from elsewhere, a tiny decoder, an
+    upsampler, and weights of frame interpolation."""
 
     folder: ModelFolder
     model: Model[Any, Any]
     tiny: TinyFile | None
     upsampler: UpsamplerFolder | None
+    interpolation: InterpolationFile | None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def prepare_native(
     """`prepare` for a folder of a family here. planned_on: the device where it is not in this machine."""
     parts = _open_parts(config, folder)
     rules = _rules_of(parts.model, config)
+    if parts.interpolation is not None:
+        rules = dataclasses.replace(rules, interpolation=parts.interpolation.version)
     config, degrees = _degrees_of(config, parts.model, rules, is_guided)
     devices = _devices_of(config, parts.model, degrees, world, planned_on)
     model = parts.model.shared_by(devices.mesh.tensor)
@@ -142,6 +146,7 @@ def prepare_native(
         weights.quantization,
         text_attention=attention.text,
         decoder_attention=weights.built.decoder,
+        interpolation=parts.interpolation,
     )
 
 
@@ -172,7 +177,8 @@ def _open_parts(config: RuntimeConfig, folder: ModelFolder) -> _Parts:
     if config.upsampler_path is not None:
         channels = model.geometry.num_channels
         upsampler = open_upsampler(config.upsampler_path, family.requests.second_stage, family.name, channels)
-    return _Parts(folder, model, tiny, upsampler)
+    interpolation = None if config.interpolation_path is None else open_interpolation(config.interpolation_path)
+    return _Parts(folder, model, tiny, upsampler, interpolation)
 
 
 def _rules_of(model: Model[Any, Any], config: RuntimeConfig) -> RequestRules:

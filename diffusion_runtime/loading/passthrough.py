@@ -58,6 +58,11 @@ class PreparedPassthrough:
 
     planned_to_load = planned_for
 
+    def for_these_alone(self, requests: Sequence[GenerationRequest]) -> PreparedPassthrough:
+        """Return itself: diffusers' own pipeline reads its whole folder."""
+        del requests
+        return self
+
     def check_files(self) -> None:
         """Check that the weight files are there, as Prepared.check_files says."""
         config = self.description.config

@@ -48,10 +48,15 @@ def _instead(path: str | Path, suffix: str) -> str:
 
 
 def check_format(
-    name: str, num_frames: int | None = None, *, has_sound: bool | None = None, fps: float | None = None
+    name: str,
+    num_frames: int | None = None,
+    *,
+    has_sound: bool | None = None,
+    fps: float | None = None,
+    multiple: int = 1,
 ) -> str:
     """`name`, when it is a format that holds `num_frames` frames, so many a second, and sound where has_sound is True
-    (None: not known yet). Else raises ConfigError."""
+    (None: not known yet). multiple: frames of the file for each one of the model's. Else raises ConfigError."""
     plain = name.lower().removeprefix(".")
     if plain not in (*FORMATS, *SOUND_FORMATS):
         raise ConfigError(f"format: unknown value {shown(name)}.{nearest(plain, FORMATS)}")
@@ -69,7 +74,7 @@ def check_format(
         raise ConfigError(
             f"format: gif counts in hundredths of a second, and players show frames of less than two at a tenth of "
             f"their speed: expected at most {MAX_GIF_FPS} frames per second, got {fps}; use webp or mp4, or --fps "
-            f"{MAX_GIF_FPS}"
+            f"{MAX_GIF_FPS // multiple}"
         )
     return plain
 

@@ -56,7 +56,7 @@ class GrowingClip:
     cannot be made.
     """
 
-    def __init__(self, target: str | Path, height: int, width: int, *, fps: int, fragment_frames: int) -> None:
+    def __init__(self, target: str | Path, height: int, width: int, *, fps: float, fragment_frames: int) -> None:
         self.num_frames = 0
         self._path: Path | None = None
         self._is_finished = False

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.errors import RequestError
-from diffusion_runtime.media.clips import inspect_clip
+from diffusion_runtime.media.clips import ClipFacts, inspect_clip
 from diffusion_runtime.media.images import MAX_STRETCH, inspect_picture
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
@@ -32,9 +32,7 @@ class DrivingVideo:
     def check(self, request: GenerationRequest, size: ClipSize) -> None:
         """Check that a request's inputs can make a clip of this size. Raises RequestError."""
         assert request.video_path is not None, "the rules require it"
-        factor = self.geometry.temporal_factor
-        if size.num_frames <= factor:
-            raise RequestError(f"num_frames: expected {factor + 1} or more for a video, got {size.num_frames}")
+        self.check_frames(size)
         for path in image_paths(request, "image_path"):
             width, height = inspect_picture(path).size
             stretch = (width / height) / (size.width / size.height)
@@ -44,15 +42,32 @@ class DrivingVideo:
                     f"{size.height}: the ratio of the sides must agree within 10 %. Leave out --height and --width, "
                     "which follow from the image, or crop it"
                 )
-        video = inspect_clip(request.video_path, "video_path", size.num_frames)
+        self.check_length(request.video_path, "video_path", "the motion", size)
+
+    def check_frames(self, size: ClipSize) -> None:
+        """Check that a clip is a video. Raises RequestError."""
+        factor = self.geometry.temporal_factor
+        if size.num_frames <= factor:
+            raise RequestError(f"num_frames: expected {factor + 1} or more for a video, got {size.num_frames}")
+
+    def check_length(self, path: str, field: str, what: str, size: ClipSize) -> ClipFacts:
+        """Return the facts of a video that is long enough for the clip. what: it shows, for messages. Raises
+        RequestError for a shorter one."""
+        video = inspect_clip(path, field, size.num_frames)
         if video.is_still:
-            raise RequestError(f"video_path: {request.video_path} has one frame; give a video of the motion")
+            raise RequestError(f"{field}: {path} has one frame; give a video of {what}")
         if video.num_frames < size.num_frames:
+            factor = self.geometry.temporal_factor
             fitting = (video.num_frames - 1) // factor * factor + 1
             raise RequestError(
-                f"video_path: {request.video_path} has {video.num_frames} frames, the clip {size.num_frames}; give a "
-                f"longer one, or --num-frames {fitting}"
+                f"{field}: {path} has {video.num_frames} frames, the clip {size.num_frames}; give a longer one, or "
+                f"--num-frames {fitting}"
             )
+        return video
+
+    def further_shapes(self, request: GenerationRequest, size: ClipSize) -> tuple[tuple[int, ...], ...]:  # noqa: ARG002
+        """Return the shapes of ImageCondition.further for a plan of memory, [channels, frames, height, width]."""
+        return ()
 
     def remarks(self, request: GenerationRequest, size: ClipSize) -> Iterator[str]:
         """Yield sentences on the parts of the inputs that are not used as they are."""
@@ -65,7 +80,10 @@ class DrivingVideo:
                     f"{height} of the clip's {size.width} x {size.height}: the rest of every frame stays black; crop "
                     "the image to the clip's ratio, or the clip to that part"
                 )
-        video = request.video_path
+        yield from self.video_remarks(request.video_path, size)
+
+    def video_remarks(self, video: str | None, size: ClipSize) -> Iterator[str]:
+        """Yield sentences on the parts of the driving video that are not used as they are."""
         if video is None:
             return
         clip = inspect_clip(video, "video_path", size.num_frames)

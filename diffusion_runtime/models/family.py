@@ -106,7 +106,10 @@ class Model(Generic[C, G]):
             "decode_timestep": sampling.decodes_with_noise,
             "decode_noise_scale": sampling.decodes_with_noise,
             **{name: sampling.is_causal for name, declared in REQUEST_FIELDS.items() if declared.is_of_chunks},
-            **dict.fromkeys(("segment_frames", "segment_overlap", "segment_seeds"), sampling.segments is not None),
+            **dict.fromkeys(
+                ("segment_frames", "segment_overlap", "segment_seeds"),
+                sampling.segments is not None or sampling.continues_images,
+            ),
             **dict.fromkeys(("context_frames", "context_overlap", "context_noise"), sampling.takes_windows),
             **dict.fromkeys(("riflex", "riflex_index"), sampling.takes_riflex),
             # Of the chunks of a video, and of the windows of a clip.

@@ -55,6 +55,7 @@ from diffusion_runtime.weights.file_parts import parts_of
 from diffusion_runtime.weights.transformer_files import TransformerFile
 from diffusion_runtime.weights.weight_files import (
     GGUF,
+    PICKLES,
     SUFFIXES,
     listed,
     stored_dtypes,
@@ -101,6 +102,9 @@ def with_found_files(config: RuntimeConfig) -> RuntimeConfig:
     if not is_file:
         unused = [name for name in ("like", "models_dir", "download") if getattr(config, name)]
         if unused:
+            if Path(config.model_path).suffix in (*SUFFIXES, *PICKLES):
+                # Raises for a path that is no file's, and for a pickle.
+                find_configs(config.model_path, offline=True)
             flags = ", ".join(map(flag_name, unused))
             raise ConfigError(
                 f"{', '.join(unused)}: for a model that is one file (--model-path FILE.safetensors), and "

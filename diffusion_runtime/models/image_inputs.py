@@ -16,13 +16,15 @@ class ImageInputs:
     images: the fields of images that requests may set, image_path, last_image_path and mask_path -> whether they must;
     in models with control blocks, those of the control video too. references: how a model for editing takes its images.
     media: how a model takes references of several kinds. size_of_image: of the height and width of an image, those of
-    what is made of it where a request says none.
+    what is made of it where a request says none. missing: by field, what is said where a request lacks it, in place of
+    what every model says.
     """
 
     images: Mapping[str, bool] = field(default_factory=dict)
     references: ReferenceImages | None = None
     media: ReferenceMedia | None = None
     size_of_image: Callable[[Size], Size] | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def takes_masks(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy
 import torch
 from torch import nn
 
@@ -20,7 +23,7 @@ from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.guidance import RequestGuidance, extrapolate, rescaled, with_guidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.segments import Segment
-from diffusion_runtime.media.images import read_image
+from diffusion_runtime.media.images import open_picture, read_image
 from diffusion_runtime.parallel.sharding import SequenceSharding
 from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
@@ -238,18 +241,37 @@ class ImageConditioner(ABC):
 
 
 class FrameConditioner(ImageConditioner):
-    """Conditioner of image-to-video models: images that are frames of the clip."""
+    """Conditioner of image-to-video models: images that are frames of the clip. Of a longer video, each segment begins
+    with the last frame of the one before in place of the request's image."""
+
+    # Of the segment before, [height, width, 3], uint8.
+    _last_frame: torch.Tensor | None = None
+
+    def of_segment(self, segment: Segment, before: torch.Tensor | None) -> Self:
+        other = copy.copy(self)
+        # As the file shows it, so that it can be gone on from the file as well.
+        other._last_frame = (
+            None
+            if before is None
+            else ((before[:, -1] + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0).cpu()
+        )
+        return other
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
         paths = [path for name in ("image_path", "last_image_path") for path in image_paths(request, name)]
+        opened = (numpy.array(open_picture(path), dtype=numpy.uint8) for path in paths)
+        pictures: Iterator[torch.Tensor] = map(torch.from_numpy, opened)
         pixels = [torch.from_numpy(read_image(path, size.height, size.width)) for path in paths]
+        if self._last_frame is not None:
+            pixels, pictures = [self._last_frame], iter([self._last_frame])
         condition = self.encode(pixels[0], size, *pixels[1:])
-        embeddings = self.embed(paths)
+        embeddings = self.embed(pictures)
         return condition if embeddings is None else dataclasses.replace(condition, embeddings=embeddings)
 
-    def embed(self, paths: Sequence[str]) -> torch.Tensor | None:
-        """Return ImageCondition.embeddings of the images at their own sizes, in the order of the clip; None in a model
-        without an image encoder, and in one whose image encoder sees the pixels that `encode` gets."""
+    def embed(self, pictures: Iterator[torch.Tensor]) -> torch.Tensor | None:
+        """Return ImageCondition.embeddings of the images at their own sizes, [height, width, 3] of uint8, in the order
+        of the clip; None in a model without an image encoder, and in one whose image encoder sees the pixels that
+        `encode` gets."""
         return None
 
     @abstractmethod

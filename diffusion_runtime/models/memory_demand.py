@@ -32,6 +32,7 @@ from diffusion_runtime.memory.plan import MemoryDemand, PartSize
 from diffusion_runtime.memory.weight_unit import MIN_BLOCKS, blocks_of, largest_held_bytes, num_bytes_of, streamed_bytes
 from diffusion_runtime.models.cache_memory import cache_bytes
 from diffusion_runtime.models.declaration import TextShapes
+from diffusion_runtime.models.driving_video import DrivingVideo
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, GivenMedia, ImageCondition
@@ -284,6 +285,9 @@ def _inputs(
             num_given = len(request.frame_conditions or ()) + (request.last_image_path is not None)
             keyframes = [(1, 1.0)] * (num_given + len(request.generated_keyframes))
             further = [empty(channels, 1, height, width)] * len(keyframes)
+        control = model.sampling.control
+        if isinstance(control, DrivingVideo):
+            further += [empty(*shape) for shape in control.further_shapes(planned.request, planned.size)]
         image = ImageCondition(empty(*of_frames, height, width), embeddings, tuple(further), places=tuple(keyframes))
     elif references:
         none = empty(model.geometry.num_channels, 0, 1, 1)

@@ -197,14 +197,15 @@ def _refuse_revision(model_path: str, revision: str | None) -> None:
 
 
 def addresses_of(name: str) -> dict[str, str]:
-    """Return where ComfyUI's users get the files of a published model, by component: the first known one of each."""
+    """Return where ComfyUI's users get the files of a published model, by component, the transformer first: the first
+    known one of each."""
     found: dict[str, str] = {}
     for entry in read_packaged_yaml(_WELL_KNOWN_FILE)["files"]:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in entry["models"]):
             owner, repository, *rest = entry["files"][0].split("/")
             address = f"https://huggingface.co/{owner}/{repository}/resolve/main/{'/'.join(rest)}"
             found |= {part: address for part in entry["parts"] if part not in found}
-    return found
+    return dict(sorted(found.items(), key=lambda each: each[0] != "transformer"))
 
 
 def fetch_weights(

@@ -109,7 +109,7 @@ def fits_transformer(path: Path, folder: AnyFolder, component: str = "transforme
         model = family_for_folder(folder).describe(folder)
         key = f"{component}_path"
         model = model.with_transformer_files([TransformerFile(str(path), key, component)], lora_names_of_families)
-        model.weights.check(model.modules(model.build_transformer(AttentionPolicy())), [component])
+        model.weights.check(model.modules(model.build_transformer(AttentionPolicy.of_shapes())), [component])
     except (ModelLoadError, ConfigError) as error:
         _logger.debug("%s does not fit %s: %s", path, folder, error)
         return False
@@ -131,7 +131,7 @@ def _named_in(hint: str, names: Sequence[str]) -> str | None:
 
 
 def _words(name: str) -> set[str]:
-    return {word for part in re.split(r"[-_ ]", name) if len(word := _plain(part)) > 1}
+    return {word for part in re.split(r"[-_ ]", name) if len(word := _plain(part)) > 1 or word.isdigit()}
 
 
 def _plain(text: str) -> str:

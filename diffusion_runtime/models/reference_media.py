@@ -4,14 +4,15 @@ own sizes."""
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.images import picture_remarks
-from diffusion_runtime.media.media_files import IMAGE, PLURALS, MediaFile, media_file
+from diffusion_runtime.media.media_files import IMAGE, PLURALS, SOUND, MediaFile, media_file
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 from diffusion_runtime.untrusted.files import named
 
@@ -36,12 +37,15 @@ class ReferenceShape:
 class ReferenceMedia:
     """Rules of a model for references. most: how many of each kind it takes; most_together: of all kinds. not_alone: a
     kind that needs one of another kind with it. shape_of: a file's sizes in a clip of a size; raises RequestError that
-    says what is wrong with it, without its name."""
+    says what is wrong with it, without its name. labels: what a prompt calls one of a kind, with `{}` for its number; a
+    video's sound is a sound too.
+    """
 
     most: Mapping[str, int]
     most_together: int
     not_alone: str
     shape_of: Callable[[MediaFile, ClipSize], ReferenceShape]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, paths: Sequence[str]) -> tuple[MediaFile, ...]:
         """Return the kinds of the files. Raises RequestError for more than the model takes, and what `media_file`
@@ -82,14 +86,27 @@ class ReferenceMedia:
 
     def remarks(self, request: GenerationRequest, size: ClipSize) -> list[str]:
         """Return what of the references is not used as it is, as sentences. Raises what `shapes` raises."""
-        files = self.files(image_paths(request, FIELD))
+        files, shapes = self.files(image_paths(request, FIELD)), self.shapes(request, size)
         own = [
             f"{FIELD}: {file.path}: {remark}"
-            for file, shape in zip(files, self.shapes(request, size), strict=True)
+            for file, shape in zip(files, shapes, strict=True)
             for remark in shape.remarks
         ]
         pictures = (picture_remarks(file.path, FIELD) for file in files if file.kind == IMAGE)
-        return [*itertools.chain.from_iterable(pictures), *own]
+        return [*itertools.chain.from_iterable(pictures), *own, *self._unknown(request.prompt, files, shapes)]
+
+    def _unknown(self, prompt: str, files: Sequence[MediaFile], shapes: Sequence[ReferenceShape]) -> Iterator[str]:
+        """Yield a sentence on each reference that a prompt names and the request does not have."""
+        counts = Counter(file.kind for file in files)
+        counts[SOUND] = sum(shape.num_moments > 0 for shape in shapes)
+        for kind, label in self.labels.items():
+            before, after = map(re.escape, label.split("{}"))
+            for number in dict.fromkeys(re.findall(f"{before}([0-9]{{1,6}}){after}", prompt)):
+                if not 1 <= int(number) <= counts[kind]:
+                    yield (
+                        f"prompt: {label.format(number)} is no reference: there are {counts[kind]} {PLURALS[kind]}, "
+                        "numbered from 1 in their order"
+                    )
 
     def num_tokens(self, request: GenerationRequest, size: ClipSize) -> int:
         """Return the tokens of all references together, those with the prompt included. Raises what `shapes` raises."""

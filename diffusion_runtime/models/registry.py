@@ -53,6 +53,7 @@ _families: dict[str, _Registered] = {
     "AnyFlowFARTransformer3DModel": _in_folder("wan"),
     "FAR_Wan_Transformer3DModel": _in_folder("wan"),
     "WanAnimate2Transformer3DModel": _in_folder("wan_animate_2"),
+    "SCAIL2Model": _in_folder("scail_2"),
     "FluxTransformer2DModel": _in_folder("flux1"),
     "LongCatImageTransformer2DModel": _in_folder("longcat_image"),
     "Flux2Transformer2DModel": _in_folder("flux2"),

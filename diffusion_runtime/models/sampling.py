@@ -33,8 +33,9 @@ class Sampling:
     older frames are in larger patches. caches_prefix: the transformer computes keys and values of tokens that every
     step attends to once a request (PrefixCache, ReferenceFrames). decodes_with_noise: the decoder takes noise and its
     level (decode_noise_scale, decode_timestep). segments: kind of those in which a video of more than segment_frames is
-    made; None for a model that makes a video at once. temporal: rotary frequencies of positions that count latent
-    frames; None for other positions.
+    made; None for a model that makes a video at once. continues_images: whether a request may ask for segments of one,
+    each of which begins with the last frame of the one before as its image. temporal: rotary frequencies of positions
+    that count latent frames; None for other positions.
     """
 
     geometry: LatentGeometry
@@ -50,6 +51,7 @@ class Sampling:
     caches_prefix: bool = False
     decodes_with_noise: bool = False
     segments: SegmentKind | None = None
+    continues_images: bool = False
     temporal: TemporalFrequencies | None = None
 
     @property

@@ -1,18 +1,13 @@
-"""Text encoders whose weights stay in their files, and are read when they are used: which tensor fills which parameter.
-
-transformers renames tensors as it reads, so that each parameter is matched with the file's tensor of its shape whose
-name ends most alike.
-"""
+"""Text encoders whose weights stay in their files, and are read when they are used (matched_tensors.py says which
+tensor fills which parameter)."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +17,7 @@ from diffusion_runtime.decoders.autoencoder import DiffusersComponent
 from diffusion_runtime.errors import ModelLoadError, shown_name
 from diffusion_runtime.memory.waiting_weights import is_waiting
 from diffusion_runtime.models.encoder_file import num_embeddings_of, open_encoder_file
+from diffusion_runtime.models.matched_tensors import matched_tensors, why_unmatched
 from diffusion_runtime.text_encoders.encoder_size import shapes_by_config
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.offloaded import modules_of
@@ -39,9 +35,6 @@ _logger = logging.getLogger("diffusion_runtime")
 STEM = "model"
 # A component of diffusers' between an encoder and a transformer.
 CONNECTORS = "connectors"
-# The embeddings of tokens, which go by several names in one model.
-_EMBEDDINGS = ("shared.weight", "embed_tokens.weight", "token_embedding.weight")
-
 # Opens files whose tensors are changed as they are read.
 _Open = Callable[[Sequence[WeightChange]], Checkpoint]
 
@@ -224,23 +217,23 @@ def source_of(
         if component.class_name == type(module).__name__:
             return component.name, functools.partial(_open_component, component, module, folder), own_pieces(module)
     found: list[tuple[str, _Open, Mapping[str, tuple[Piece, ...]]]] = []
-    unmatched: dict[str, list[str]] = {}
+    # By where the weights are.
+    unmatched: dict[str, Mapping[str, Sequence[str]]] = {}
     for name in text_components(folder):
         opens = functools.partial(open_text, folder / name)
         with opens(()) as checkpoint:
-            tensors, missing = matched_tensors(module, checkpoint.shapes)
+            place = str(checkpoint.elsewhere or checkpoint.folder)
+            tensors, unmatched[place] = matched_tensors(module, checkpoint.shapes)
             pieces = {own: (Piece(tensor, checkpoint.shapes[tensor]),) for own, tensor in tensors.items()}
-            if not missing:
-                _refuse_unread(str(checkpoint.elsewhere or checkpoint.folder), checkpoint.shapes, pieces)
+            if not unmatched[place]:
+                _refuse_unread(place, checkpoint.shapes, pieces)
                 found.append((name, opens, pieces))
-        unmatched[name] = missing
     if len(found) != 1:
         # From the component that has the most of them.
-        name, missing = min(unmatched.items(), key=lambda each: len(each[1]))
-        what = f"nothing tells its tensors {listed(missing)}" if missing else "several components could be its own"
+        place, lacks = min(unmatched.items(), key=lambda each: len(each[1]))
         raise ModelLoadError(
-            f"{folder / name}: the weights of {type(module).__name__} cannot be {done}: {what}. Copy or download the "
-            f"folder again, or leave out {flag}"
+            f"{place}: the weights of {type(module).__name__} cannot be {done}: {why_unmatched(module, lacks)}. Copy "
+            f"or download it again, or leave out {flag}"
         )
     return found[0]
 
@@ -281,42 +274,3 @@ def _open_component(
     component: DiffusersComponent, module: nn.Module, folder: AnyFolder, changes: Sequence[WeightChange]
 ) -> Checkpoint:
     return component.checkpoint(module, folder, changes)
-
-
-def matched_tensors(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:
-    """Return (by name in the state dict, the name of its tensor; the names with no tensor or one of several). shapes:
-    of every tensor of a component's files. Weights that modules share are one tensor under any of their names."""
-    by_end: defaultdict[str, list[str]] = defaultdict(list)
-    for name in shapes:
-        by_end[_end(name)].append(name)
-    names: defaultdict[int, list[str]] = defaultdict(list)
-    state: Mapping[str, Any] = module.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        names[id(tensor)].append(name)
-    found: dict[str, str] = {}
-    missing = []
-    for own in names.values():
-        shape = tuple(state[own[0]].shape)
-        candidates = [each for each in by_end[_end(own[0])] if shapes[each] == shape]
-        most = max((_num_alike(each, own[0]) for each in candidates), default=0)
-        best = [each for each in candidates if _num_alike(each, own[0]) == most]
-        if len(best) == 1:
-            found.update(dict.fromkeys(own, best[0]))
-        else:
-            missing.append(own[0])
-    return found, missing
-
-
-def _end(name: str) -> str:
-    return "embeddings" if name.endswith(_EMBEDDINGS) else ".".join(name.split(".")[-2:])
-
-
-def _num_alike(one: str, other: str) -> int:
-    """Return how many parts of two dotted names agree, from the last one on; of embeddings at least one."""
-    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
-    number = 0
-    for first, second in pairs:
-        if first != second:
-            break
-        number += 1
-    return max(number, 1)

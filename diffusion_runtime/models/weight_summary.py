@@ -35,7 +35,7 @@ class WeightSummary:
     component: its folder in a model, empty for a transformer's. prefix: in front of the transformer's tensors, empty
     for none. families: that it may be for, empty for none that is known. kinds: stored kind -> number of tensors.
     formats: of quantised weights -> number of tensors; scales: of 8-bit weights, None for none. num_others: tensors of
-    other components."""
+    other components. unread: names of tensors that no component here reads."""
 
     path: Path
     format: str
@@ -49,6 +49,7 @@ class WeightSummary:
     formats: Mapping[str, int]
     scales: str | None
     parts: tuple[WeightSummary, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def holds_weights(path: str) -> bool:
@@ -107,7 +108,8 @@ def _left_over(path: Path, heads: Mapping[str, TensorHead], part: FilePart) -> W
     if part.kind is not None:
         holds, component = part.kind.title, part.kind.component
     kinds = dict(Counter(head.kind for head in heads.values()).most_common())
-    return WeightSummary(path, "safetensors", holds, component, (), "", len(heads), 0, kinds, {}, None)
+    unread = () if component else tuple(f"{part.prefix}{name}" for name in heads)
+    return WeightSummary(path, "safetensors", holds, component, (), "", len(heads), 0, kinds, {}, None, unread=unread)
 
 
 def _summary(path: Path, files: Sequence[TensorFile]) -> WeightSummary:
@@ -136,6 +138,7 @@ def _summary(path: Path, files: Sequence[TensorFile]) -> WeightSummary:
             [place.num_numbers for layer in found.of.values() for place in layer.beside.values()],
             has_float8=any(heads[name].kind in FLOAT8_KINDS for name in weights),
         ),
+        unread=tuple(sorted(heads.keys() - names)),
     )
 
 

@@ -34,19 +34,13 @@ class CountedPlan(Protocol):
 
 
 class Kept(NamedTuple):
-    """Pairs that a call, or a part of its heads, kept. plan: None for every pair. skipped: int64 [2], how many pieces
-    of keys skip-softmax left out, and of how many."""
+    """Pairs that a call, or a part of its heads, kept. plan: None for every pair."""
 
     plan: CountedPlan | None = None
-    skipped: torch.Tensor | None = None
 
     def density(self) -> float:
         """Waits for the device."""
-        share = 1.0 if self.plan is None else self.plan.density
-        if self.skipped is not None:
-            left_out, visited = self.skipped.tolist()
-            share *= 1.0 - left_out / max(1, visited)
-        return share
+        return 1.0 if self.plan is None else self.plan.density
 
 
 @dataclass(frozen=True)

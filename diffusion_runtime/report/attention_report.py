@@ -13,7 +13,7 @@ from diffusion_runtime.report.attention_density import DensityCounter, Kept, Lay
 from diffusion_runtime.report.report_html import report_html
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @dataclass(frozen=True)
@@ -176,28 +176,12 @@ class CacheRow:
 
 
 @dataclass(frozen=True)
-class SkipRow:
-    """Skip-softmax of one layer over all steps: how many pairs of a tile of queries and a piece of keys were visited,
-    and skipped because their weights were too small. Of this process's heads, where several share a layer."""
-
-    role: str
-    layer: int
-    num_visited: int
-    num_skipped: int
-
-    @property
-    def share(self) -> float:
-        return self.num_skipped / max(1, self.num_visited)
-
-
-@dataclass(frozen=True)
 class AttentionReport:
     """Every attention call of one generation, and the components whose attention is their library's own. steps: empty
-    where every step is computed by request. products: of quantised linear layers; empty where there are none. skipped:
-    by layer, of calls that may skip keys; empty where none did. graphs, decoder_graphs: None where CUDA graphs were not
-    to be used. Calls and products of a replayed forward pass count as those of any. cache: of a video that was made
-    chunk by chunk, None for one made at once. density, plan: where they were to be counted
-    (`profiling.instruments.counted_density`); plan is None where every call was dense."""
+    where every step is computed by request. products: of quantised linear layers; empty where there are none. graphs,
+    decoder_graphs: None where CUDA graphs were not to be used. Calls and products of a replayed forward pass count as
+    those of any. cache: of a video that was made chunk by chunk, None for one made at once. density, plan: where they
+    were to be counted (`profiling.instruments.counted_density`); plan is None where every call was dense."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
@@ -206,7 +190,6 @@ class AttentionReport:
     products: tuple[ProductRow, ...] = ()
     graphs: GraphReplays | None = None
     decoder_graphs: GraphReplays | None = None
-    skipped: tuple[SkipRow, ...] = ()
     cache: CacheRow | None = None
     density: tuple[LayerDensity, ...] = ()
     plan: PlanPicture | None = None
@@ -226,7 +209,6 @@ class AttentionReport:
             "graphs": None if self.graphs is None else asdict(self.graphs),
             "decoder_graphs": None if self.decoder_graphs is None else asdict(self.decoder_graphs),
             "cache": None if self.cache is None else asdict(self.cache),
-            "skipped": [{**asdict(row), "share": row.share} for row in self.skipped],
             "density": [row.to_dict() for row in self.density],
             "plan": None if self.plan is None else self.plan.to_dict(),
             "notes": list(self.notes),
@@ -250,23 +232,7 @@ class AttentionReport:
         lines += [f"quantised linear layers: {row.count} x {row.implementation}" for row in self.products]
         lines += [str(graphs) for graphs in (self.graphs, self.decoder_graphs) if graphs is not None]
         lines += [] if self.cache is None else [str(self.cache)]
-        lines += skipped_lines(self.skipped)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def skipped_lines(rows: Sequence[SkipRow]) -> list[str]:
-    """Return for each role `self: softmax skipped for 41.2% of the pairs of query tiles and key pieces (layer 3: 12.0%,
-    layer 7: 63.1%)`, with the layers that skipped least and most."""
-    lines = []
-    for role in dict.fromkeys(row.role for row in rows):
-        layers = [row for row in rows if row.role == role]
-        total = SkipRow(role, 0, sum(row.num_visited for row in layers), sum(row.num_skipped for row in layers))
-        ends = dict.fromkeys((min(layers, key=lambda row: row.share), max(layers, key=lambda row: row.share)))
-        shares = ", ".join(f"layer {row.layer}: {row.share:.1%}" for row in ends)
-        lines.append(
-            f"{role}: softmax skipped for {total.share:.1%} of the pairs of query tiles and key pieces ({shares})"
-        )
-    return lines
 
 
 class _Tally:
@@ -291,12 +257,11 @@ class _StepTally:
 @dataclass
 class CallTape:
     """Records of a captured forward pass, which each of its replays counts. calls: a layer, and the other arguments of
-    `record`; products: of `record_product`; notes: of `note`; skipped: of `record_skipped`."""
+    `record`; products: of `record_product`; notes: of `note`."""
 
     calls: list[tuple[LayerInfo, dict[str, Any]]] = field(default_factory=list)
     products: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    skipped: list[tuple[LayerInfo, torch.Tensor]] = field(default_factory=list)
 
 
 class AttentionRecorder:
@@ -313,9 +278,6 @@ class AttentionRecorder:
         self._graphs: GraphReplays | None = None
         self._decoder_graphs: GraphReplays | None = None
         self._tape: CallTape | None = None
-        self._skipped: dict[tuple[str, int], torch.Tensor] = {}
-        # Of all calls of a replayed forward pass in one tensor, by their layers: one sum per replay.
-        self._skipped_together: dict[tuple[LayerInfo, ...], torch.Tensor] = {}
         self._cache: CacheRow | None = None
 
     def fork(self) -> AttentionRecorder:
@@ -340,15 +302,13 @@ class AttentionRecorder:
             self._tape = None
 
     def play(self, tape: CallTape, step: StepInfo) -> None:
-        """Count what is on a tape, as of `step`; what calls skipped, as the tape's tensors have it now."""
+        """Count what is on a tape, as of `step`."""
         for layer, named in tape.calls:
             self.record(layer, step, **named)
         for implementation in tape.products:
             self.record_product(implementation)
         for note in tape.notes:
             self.note(note)
-        for of_layer, counts in tape.skipped:
-            self.record_skipped(of_layer, counts)
 
     def record(
         self,
@@ -421,31 +381,6 @@ class AttentionRecorder:
         """Say what the key-value cache of the video was."""
         self._cache = cache
 
-    def record_skipped(self, layer: LayerInfo, counts: torch.Tensor) -> None:
-        """Add a call's (skipped, visited), int64 [2]. They stay on their device until `report` reads them."""
-        if self._tape is not None:
-            self._tape.skipped.append((layer, counts))
-            return
-        key = layer.role, layer.index
-        found = self._skipped.get(key)
-        self._skipped[key] = counts if found is None else found + counts.to(found.device)
-
-    def record_skipped_together(self, layers: tuple[LayerInfo, ...], counts: torch.Tensor) -> None:
-        """`record_skipped` of several calls at once. counts: int64 [len(layers), 2], which may be overwritten later."""
-        found = self._skipped_together.get(layers)
-        self._skipped_together[layers] = counts.clone() if found is None else found + counts
-
-    def _skip_rows(self) -> Iterator[SkipRow]:
-        """Yield the skip rows by layer. Waits for the device."""
-        totals = {key: counts.tolist() for key, counts in self._skipped.items()}
-        for layers, together in self._skipped_together.items():
-            for layer, (skipped, visited) in zip(layers, together.tolist(), strict=True):
-                total = totals.setdefault((layer.role, layer.index), [0, 0])
-                total[0] += skipped
-                total[1] += visited
-        for (role, index), (skipped, visited) in sorted(totals.items()):
-            yield SkipRow(role, index, visited, skipped)
-
     def _step_tally(self, branch: str, step: StepInfo) -> _StepTally:
         return self._steps.setdefault((branch, step.expert), _StepTally())
 
@@ -457,7 +392,7 @@ class AttentionRecorder:
         self._notes[text] = None
 
     def report(self) -> AttentionReport:
-        """Return what was counted. Waits for the device if calls may have skipped keys."""
+        """Return what was counted."""
         rows = [
             ReportRow(
                 role,
@@ -497,7 +432,6 @@ class AttentionRecorder:
             notes=tuple(self._notes),
             steps=tuple(steps),
             products=products,
-            skipped=tuple(self._skip_rows()),
             graphs=self._graphs,
             decoder_graphs=self._decoder_graphs,
             cache=self._cache,

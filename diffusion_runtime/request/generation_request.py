@@ -55,6 +55,7 @@ from diffusion_runtime.request.fields import (
 )
 from diffusion_runtime.request.frame_conditions import FrameCondition, FrameConditions, keyframes_between
 from diffusion_runtime.request.given_images import recorded_images
+from diffusion_runtime.request.interpolation import MAX_MULTIPLE, NO_INTERPOLATION
 from diffusion_runtime.request.layers import SamplerName, layered
 from diffusion_runtime.request.progressive_options import ProgressiveSettings
 from diffusion_runtime.request.prompt_switches import (
@@ -72,6 +73,8 @@ CHUNK_SCHEDULES = ("sequential", "rolling")
 POSITIONS = ("absolute", "window")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 GUIDANCE_MODES = ("batched", "two_pass")
+ZERO_STAR = ("on", "comfyui", "off")
+NEGATIVE_ENCODINGS = ("text", "zeros")
 SAMPLERS = tuple(REGISTERED_SAMPLERS)
 NOISES = ("own", "comfyui")
 SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
@@ -79,6 +82,7 @@ SECOND_STAGE_SAMPLERS = ("flow_match_euler", "euler_ancestral")
 EXPERTS = ("high_noise", "low_noise")
 CONTEXT_NOISES = ("repeated", "random")
 COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
+CHARACTER_MODES = ("animate", "replace")
 
 # Kinds of fields: of a prompt; with the same name in diffusers; against overexposure; of spatio-temporal guidance; of
 # pictures with sound; of a second stage; of a predicted length; of a file or how it counts; of a ControlNet; of causal
@@ -86,6 +90,7 @@ COLOR_CORRECTIONS = ("lab", "wavelet", "adain", "none")
 # segments; of context windows; of RIFLEx.
 _prompt_field = partial(request_field, panel=WHAT, differs_in_batch=True, repeatable=True)
 _same_field = partial(request_field, pipeline_parameters=OWN_NAME)
+_guidance_field = partial(request_field, used_with=GUIDANCE)
 _rescale_field = partial(_same_field, used_with=ANY_GUIDANCE, off=0.0)
 _nag_field = partial(request_field, refusal=NO_PROMPT)
 _stg_field = partial(_same_field, refusal=NO_SPATIO_TEMPORAL, off=0.0)
@@ -150,6 +155,13 @@ class GenerationRequest:
         used_with=VIDEO,
         is_filled=True,
     )
+    # Frames of the file for each of the model's (decoders/frame_interpolation.py), in as many seconds; None is one.
+    interpolate: int | None = request_field(
+        "Frames of the file for each one that the model makes, 2 to 4, in as many seconds: RIFE, with "
+        "--interpolation-path.",
+        Count(2, MAX_MULTIPLE),
+        refusal=NO_INTERPOLATION,
+    )
     num_inference_steps: int | None = _same_field("Denoising steps.", Count(), is_filled=True)
     # The steps of all stages after which the latents are left, to be finished later (generation/saved_latents.py).
     stop_after_step: int | None = request_field(
@@ -183,6 +195,35 @@ class GenerationRequest:
         f"{EXPERTS[0]} or {EXPERTS[1]}: every step by this expert alone, in models with two.",
         OneOf(EXPERTS),
         refusal=NO_EXPERTS,
+    )
+    # Steps from start on and before stop have guidance, shares of all steps; the others run the prompt's branch alone.
+    guidance_start: float | None = _guidance_field(
+        "Share of the steps, 0 to 1, from which on there is guidance; the others run the prompt alone.",
+        Number(maximum=1.0),
+        off=0.0,
+    )
+    guidance_stop: float | None = _guidance_field(
+        "Share of the steps before which there is guidance.", Number(maximum=1.0), off=1.0
+    )
+    # CFG-zero* (denoising/zero_star.py): the unconditional branch scaled to be nearest to the conditional one; None is
+    # off. First steps whose velocity is 0; None is 0.
+    cfg_zero_star: str | None = _guidance_field(
+        "on: CFG-zero*, the negative branch scaled to be nearest to the prompt's; comfyui: as its node CFGZeroStar "
+        "computes that; or off. See docs/few_steps.md.",
+        OneOf(ZERO_STAR),
+        off="off",
+    )
+    zero_init_steps: int | None = request_field(
+        "First steps that change nothing (zero-init of CFG-zero*), of which its authors take 4 %.",
+        Count(minimum=0),
+        off=0,
+    )
+    # What the second branch is given of the negative prompt; None is text.
+    negative_encoding: str | None = request_field(
+        "text, or zeros: in place of the encoded negative prompt, as ComfyUI's ConditioningZeroOut has it.",
+        OneOf(NEGATIVE_ENCODINGS),
+        used_with=NEGATIVE_TEXT,
+        off="text",
     )
     # The share of the guided velocity that is brought to the conditional one's deviation; None is 0.
     guidance_rescale: float | None = _rescale_field(
@@ -460,7 +501,8 @@ class GenerationRequest:
         "An image, a video or a sound that the video refers to; again for each further one, in the order that counts.",
         MediaFiles(),
         flag="--reference",
-        refusal="this model takes no references, as minimax-h3-ref2va does; leave --reference out",
+        refusal="this model takes no references, as minimax-h3-ref2va does, or a folder of MiniMax-H3 with --workflow "
+        "ref2va; leave --reference out",
     )
     video_path: str | None = _input_field(
         "A control video (depth, pose, edges), one to make parts of anew (--mask-path), or to restore.",
@@ -513,6 +555,20 @@ class GenerationRequest:
         MaskFile(),
         pipeline_parameters=("mask_image", "mask", "mask_video", "control_mask"),
         refusal="this model takes no mask; leave it out",
+    )
+    # The masks of the images of image_path, one for each in their order, of their sizes, in the colours of characters.
+    image_mask_path: str | tuple[str, ...] | None = _input_field(
+        "The mask of --image-path, in the colours of characters, for models that animate them; again for each further "
+        "image.",
+        ImageFile(several=True),
+        refusal="this model takes no masks in the colours of characters, as SCAIL-2 does; leave it out",
+    )
+    # What becomes of the characters of a driving video.
+    character_mode: str | None = request_field(
+        "animate: the characters of the images move as in --video-path; replace: they take the place of its own.",
+        OneOf(CHARACTER_MODES),
+        refusal="this model animates no characters by masks, as SCAIL-2 does; leave it out",
+        off=CHARACTER_MODES[0],
     )
     # How much the control blocks add, one number or one for each; None is 1.
     conditioning_scale: float | tuple[float, ...] | None = _input_field(

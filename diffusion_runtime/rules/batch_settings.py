@@ -70,6 +70,8 @@ class BatchSettings:
         """The segments of the video; one of all frames for a model that makes it at once."""
         kind, num_frames, shared = self.sampling.segments, self.size.num_frames, self.shared
         longest, overlap = shared.segment_frames or num_frames, shared.segment_overlap or 0
+        if self.sampling.continues_images and shared.segment_frames is not None:
+            kind, overlap = "continued", 1
         return SegmentPlan(num_frames, longest, overlap, kind) if kind else SegmentPlan(num_frames, num_frames)
 
     @cached_property
@@ -175,7 +177,7 @@ class BatchSettings:
             ways.append("guidance_mode two_pass")
         if dtype == torch.float32:
             ways.append("dtype bfloat16")
-        shorter = self.segments.shorter(self.sampling.geometry.temporal_factor) if self.sampling.segments else None
+        shorter = self.segments.shorter(self.sampling.geometry.temporal_factor) if self.segments.kind else None
         if shorter is not None:
             ways.insert(0, f"segment_frames {shorter} (now {self.segments.length})")
         return f"These need less: {', '.join(ways)}"

@@ -14,6 +14,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.draft import filled
+from diffusion_runtime.rules.guided_steps import GuidedSteps
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,25 @@ class Guidance:
         return self.scale + self.sampling.guidance_offset, second + self.sampling.guidance_offset
 
     def cfg_scale_at(self, step: StepInfo) -> float:
-        """Return the scale of one step's expert and chunk; 1 where guided_chunks leaves it without guidance, and no new
-        prompt has it. A commit is for the chunk behind it."""
-        guided = step.shares_keys or self.has_both_branches(step)
+        """Return the scale of one step's expert and chunk; 1 outside of guidance_start to guidance_stop, and where
+        guided_chunks leaves it without guidance, and no new prompt has it. A commit is for the chunk behind it."""
+        guided = self.steps.is_active(step) and (step.shares_keys or self.has_both_branches(step))
         return self.cfg_scales[min(step.expert, 1)] if guided else 1.0
+
+    @property
+    def steps(self) -> GuidedSteps:
+        """The steps that guidance_start and guidance_stop leave with guidance, and CFG-zero*."""
+        return GuidedSteps(self.shared)
+
+    @property
+    def is_of_some_steps(self) -> bool:
+        """True where some steps are guided or computed otherwise than others."""
+        return self.steps.num_zero > 0 or (self.is_guided and not self.steps.are_all)
+
+    @property
+    def has_zero_text(self) -> bool:
+        """True where zeros stand for the encoded negative prompt."""
+        return self.shared.negative_encoding == "zeros" and self.reads_negative
 
     def has_both_branches(self, step: StepInfo) -> bool:
         """Return whether guided_chunks allows guidance at a step, with keys of both branches; once it does not, it does
@@ -126,7 +142,9 @@ class Guidance:
                 f"normalized attention guidance away from the negative prompt: nag_scale {found.scale:g}, nag_tau "
                 f"{found.tau:g}, nag_alpha {found.alpha:g}"
             )
-        return "; ".join(filter(None, (self._passes_note, within))) or None
+        zeros = "zeros in place of the encoded negative prompt (negative_encoding)" if self.has_zero_text else None
+        steps = self.steps.notes(is_guided=self.is_guided)
+        return "; ".join(filter(None, (self._passes_note, within, *steps, zeros))) or None
 
     @property
     def _passes_note(self) -> str | None:
@@ -171,6 +189,7 @@ def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
             "blurry), or leave out --nag-scale"
         )
     _check_skip(guidance, num_blocks)
+    guidance.steps.check()
     terms = guidance.terms
     if terms is None or not terms.is_perturbed:
         return

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import ClipSize
+from diffusion_runtime.core.runtime_options import flag_name
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.audio import check_sound
 from diffusion_runtime.media.images import check_image, check_mask, inspect_picture, picture_remarks
@@ -22,6 +23,12 @@ from diffusion_runtime.request.generation_request import (
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.draft import Draft
 from diffusion_runtime.untrusted.files import named
+
+# What a model says of a file that it needs and a request does not name, and what to do.
+_MISSING = {
+    "mask_path": "this model repaints a part of an image; give its mask, white where it is repainted",
+    "video_path": "this model moves the image's character as in a video; give one",
+}
 
 
 @dataclass(frozen=True)
@@ -73,15 +80,9 @@ class ImageRules:
                 "last_image_path: this model makes videos between two images; give the one to end with: "
                 "--last-image-path FILE"
             )
-        if draft.mask_path is None and "mask_path" in needed:
-            raise RequestError(
-                "mask_path: this model repaints a part of an image; give its mask, white where it is repainted: "
-                "--mask-path FILE"
-            )
-        if draft.video_path is None and "video_path" in needed:
-            raise RequestError(
-                "video_path: this model moves the image's character as in a video; give one: --video-path FILE"
-            )
+        for name, says in {**_MISSING, **self.inputs.missing}.items():
+            if name in needed and getattr(draft, name) is None:
+                raise RequestError(f"{name}: {says}: {flag_name(name)} FILE")
         if draft.references is None and "references" in needed:
             raise RequestError(
                 f"references: this model makes {self.sampling.product} from references; give one: --reference FILE"

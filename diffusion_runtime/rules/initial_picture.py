@@ -13,6 +13,7 @@ from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.media.clips import inspect_clip
 from diffusion_runtime.models.video_control import check_clip, check_clip_mask, clip_remarks
+from diffusion_runtime.request.fields import NO_INITIAL
 from diffusion_runtime.request.layers import EXPLICIT_LEVELS
 from diffusion_runtime.request.strength import DEFAULT_STRENGTH, starts_from_noise, steps_left_out
 from diffusion_runtime.rules.batch_settings import BatchSettings
@@ -21,11 +22,13 @@ from diffusion_runtime.rules.draft import Draft
 _FIELD = "init_path"
 
 
-def check_given(draft: Draft, own_masks: bool) -> None:
+def check_given(draft: Draft, own_masks: bool, *, takes_pictures: bool) -> None:
     """Raises RequestError for a strength, or a mask, of a picture that is not given. own_masks: whether the model takes
-    masks as a condition, of other fields."""
+    masks as a condition, of other fields; takes_pictures: whether it starts from any."""
     if draft.init_path is not None:
         return
+    if draft.strength is not None and not takes_pictures:
+        raise RequestError(f"strength: {NO_INITIAL}")
     if draft.strength is not None:
         raise RequestError(
             "strength: it says how much of a picture or a video to start from is made anew; give that: --init-path FILE"

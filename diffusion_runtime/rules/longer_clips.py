@@ -147,3 +147,21 @@ def _windows_text(settings: BatchSettings, plan: WindowPlan) -> str:
         f"frames), {least} or more latent frames shared{texts}{noise}: {len(plan)} evaluations per prediction, "
         f"{share:.1f} times the frames; positions are those within a window"
     )
+
+
+def check_segments_asked(settings: BatchSettings) -> None:
+    """Check what a request says of segments in a model that makes them of images where it is asked to. Raises
+    RequestError for an overlap or seeds of a video that is made at once, and for more than the one frame that such a
+    model begins with."""
+    shared = settings.shared
+    if not settings.sampling.continues_images:
+        return
+    if shared.segment_frames is None:
+        for name in ("segment_overlap", "segment_seeds"):
+            if getattr(shared, name) is not None:
+                raise RequestError(f"{name}: the video is made at once; give --segment-frames as well, or leave it out")
+    elif shared.segment_overlap not in (None, 1):
+        raise RequestError(
+            f"segment_overlap: expected 1, since this model begins with one frame, got {shared.segment_overlap}; leave "
+            "it out"
+        )

@@ -31,10 +31,21 @@ from diffusion_runtime.rules.initial_picture import (
     initial_remarks,
     size_of_picture,
 )
-from diffusion_runtime.rules.longer_clips import longer_clip_remarks, riflex_values, window_values
+from diffusion_runtime.rules.interpolation import check_interpolation, interpolation_note, unused_interpolation
+from diffusion_runtime.rules.longer_clips import (
+    check_segments_asked,
+    longer_clip_remarks,
+    riflex_values,
+    window_values,
+)
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
 from diffusion_runtime.rules.presets import PresetRules
-from diffusion_runtime.rules.sizes import check_keyframes, check_second_stage, frame_rule_of, shift_of_size
+from diffusion_runtime.rules.sizes import (
+    check_keyframes,
+    check_second_stage,
+    frame_rule_of,
+    shift_of_size,
+)
 from diffusion_runtime.rules.step_cache_rules import StepCacheRules
 from diffusion_runtime.rules.stop_rules import check_stop
 from diffusion_runtime.rules.used_fields import refuse_unused, unused_values
@@ -47,7 +58,8 @@ class RequestRules:
     defaults: request values; presets: by name. model_fields: those of the fields that not every model uses which it
     does. attention_layers: with or without weights around them; their options may ask for a number of steps. loras: the
     LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured it. num_blocks: of
-    its transformer, None where that is not known."""
+    its transformer, None where that is not known. interpolation: the version of RIFE that makes frames between those of
+    the model, None without its weights."""
 
     sampling: Sampling
     inputs: ImageInputs = field(default_factory=ImageInputs)
@@ -60,6 +72,7 @@ class RequestRules:
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
     num_blocks: int | None = None
+    interpolation: str | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
         """Return the request with every None filled, from the preset first, then from the defaults.
@@ -72,7 +85,9 @@ class RequestRules:
         self.sampling.geometry.sample_shape(settings.size)
         check_keyframes(settings.sizes)
         check_second_stage(settings.sizes)
+        check_interpolation(settings)
         seeds = settings.shared.segment_seeds or ()
+        check_segments_asked(settings)
         settings.segments.check(self.sampling.geometry.frame_rule, len(seeds))
         check_combinations("requests", self._chosen(settings))
         if self.sampling.is_causal:
@@ -110,8 +125,9 @@ class RequestRules:
         self.preset_rules.choose_shift(draft, own)
         if draft.sampler is None:
             raise self.sampling.scheduler.unknown_class_error()
-        refuse_unused(draft, self.model_fields, self.sampling.product)
-        check_given(draft, self.inputs.takes_masks)
+        given = frozenset() if self.interpolation is None else frozenset(["interpolate"])
+        refuse_unused(draft, self.model_fields | given, self.sampling.product)
+        check_given(draft, self.inputs.takes_masks, takes_pictures="init_path" in self.model_fields)
         self._images.count(draft)
         draft.fill(shift_of_size(draft, self.sampling))
         return draft.request()
@@ -148,6 +164,7 @@ class RequestRules:
             *settings.segments.remarks,
             *initial_remarks(settings),
             *longer_clip_remarks(settings),
+            *unused_interpolation(settings, self.interpolation),
             *self._attention_remarks(settings),
         )
 
@@ -195,8 +212,14 @@ class RequestRules:
         return ", ".join(names_of(self.preset_rules.matching(request))) or None
 
     def sampling_note(self, request: GenerationRequest) -> str | None:
-        """Return what `PresetRules.note` says of a resolved request."""
-        return self.preset_rules.note(request, self.sampling)
+        """Return what `PresetRules.note` says of a resolved request, and how many frames its file has where these are
+        not the model's; None for neither."""
+        settings = self.settings(request)
+        notes = (
+            self.preset_rules.note(request, self.sampling),
+            interpolation_note(settings, self.interpolation),
+        )
+        return "; ".join(note for note in notes if note is not None) or None
 
     @property
     def _images(self) -> ImageRules:

@@ -59,7 +59,11 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
         (None, False),
     ),
 }
-_INSTEAD = {"enable_teacache": "step_cache", "enable_cache_dit": "step_cache"}
+_INSTEAD = {
+    "enable_frame_interpolation": "interpolate",
+    "enable_teacache": "step_cache",
+    "enable_cache_dit": "step_cache",
+}
 _FORBIDDEN = re.compile(
     r"\w*_path|video_url|video_reference|output_\w*path|perf_dump\w*|save_\w+|file_id|model_dir|lora_dir"
 )

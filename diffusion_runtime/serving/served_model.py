@@ -31,7 +31,7 @@ from diffusion_runtime.profiling.instruments import attention_choices
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.serving.previews import OnPreview, Previews
-from diffusion_runtime.streaming.generation_stream import GenerationStream
+from diffusion_runtime.streaming.segment_stream import AnyStream
 from diffusion_runtime.untrusted.document import DocumentError
 from diffusion_runtime.untrusted.json_text import parse_json
 
@@ -209,7 +209,7 @@ class ServedModel:
             return self.pipeline.generate(requests, on_progress=on_progress)
 
     @contextlib.contextmanager
-    def streaming(self, request: GenerationRequest, choice: Choice) -> Iterator[GenerationStream]:
+    def streaming(self, request: GenerationRequest, choice: Choice) -> Iterator[AnyStream]:
         """Context manager: the stream of a resolved request. Raises what Pipeline.stream raises."""
         if not isinstance(self.pipeline, Pipeline):
             raise RequestError(

@@ -13,7 +13,8 @@ from diffusion_runtime.serving.pictures import encoded
 
 if TYPE_CHECKING:
     from diffusion_runtime.media import GeneratedMedia
-    from diffusion_runtime.streaming.generation_stream import GenerationStream, StreamedFrames
+    from diffusion_runtime.streaming.segment_stream import AnyStream
+    from diffusion_runtime.streaming.stream_rate import StreamedFrames
 
 
 class Streams:
@@ -29,9 +30,9 @@ class Streams:
         self._channel = channel
         self._publish = publish
         self._fail = fail
-        self._open: dict[str, tuple[Mapping[str, Any], GenerationStream]] = {}
+        self._open: dict[str, tuple[Mapping[str, Any], AnyStream]] = {}
 
-    def run(self, work: Mapping[str, Any], stream: GenerationStream) -> None:
+    def run(self, work: Mapping[str, Any], stream: AnyStream) -> None:
         """Make all chunks of a stream and of those that are forked from it, in turn, until none is left."""
         self._open[work["job"]] = (work, stream)
         try:
@@ -64,7 +65,7 @@ class Streams:
             return
         self._send(job, stream, chunk)
 
-    def _send(self, job: str, stream: GenerationStream, chunk: StreamedFrames) -> None:
+    def _send(self, job: str, stream: AnyStream, chunk: StreamedFrames) -> None:
         frames = [base64.b64encode(encoded(frame, "JPEG")).decode() for frame in chunk.frames]
         values = {"first_frame": chunk.first_frame, "prompt": chunk.prompt, "fps": stream.fps}
         self._channel.send("frames", job=job, seconds=chunk.seconds, frames=frames, **values)
@@ -85,9 +86,7 @@ class Streams:
             elif message["type"] == "fork":
                 self._fork(message["work"], stream, message["prompt"], message["seed"])
 
-    def _fork(
-        self, work: Mapping[str, Any], stream: GenerationStream | None, prompt: str | None, seed: int | None
-    ) -> None:
+    def _fork(self, work: Mapping[str, Any], stream: AnyStream | None, prompt: str | None, seed: int | None) -> None:
         try:
             if stream is None:
                 raise DiffusionRuntimeError("fork: the stream is over")

@@ -18,7 +18,15 @@ from diffusion_runtime.session.resume import output_identity
 
 # Options of decoding, which comes after the latents.
 _LATER_OPTIONS = frozenset(
-    {"audio_vae_path", "vocoder_path", "upsampler_path", "vae_decode", "vae_decoder", "vae_tiling"}
+    {
+        "audio_vae_path",
+        "interpolation_path",
+        "vocoder_path",
+        "upsampler_path",
+        "vae_decode",
+        "vae_decoder",
+        "vae_tiling",
+    }
 )
 # Fields of a request that may differ from those of the steps before: of what comes after them, and those that are
 # compared as the noise levels and shapes they lead to.
@@ -39,6 +47,7 @@ _LATER_FIELDS = frozenset(
         "decode_timestep",
         "decode_noise_scale",
         "color_correction",
+        "interpolate",
     }
 )
 

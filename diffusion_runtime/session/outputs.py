@@ -65,7 +65,10 @@ class Outputs:
         from diffusion_runtime.media.content_credentials import check_signable
 
         default = "png" if request.num_frames == 1 else "mp4"
-        chosen = check_format(self.file_format or default, request.num_frames, has_sound=has_sound, fps=request.fps)
+        multiple = request.interpolate or 1
+        fps = None if request.fps is None else request.fps * multiple
+        named = self.file_format or default
+        chosen = check_format(named, request.num_frames, has_sound=has_sound, fps=fps, multiple=multiple)
         check_writable(chosen, request.num_frames)
         if self.signer is not None:
             check_signable(chosen)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -28,56 +27,8 @@ from diffusion_runtime.report.attention_report import AttentionRecorder, Attenti
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.streaming.stream_rate import StreamedFrames, StreamRate
 from diffusion_runtime.streaming.stream_state import BegunChunk, StreamPlace, StreamSource
-
-
-@dataclass(frozen=True, eq=False)
-class StreamedFrames:
-    """The frames of one chunk: uint8 RGB [frames, height, width, 3]. first_frame: the place of the first of them in the
-    video. prompt: what they were made from. seconds: that they took."""
-
-    frames: numpy.ndarray
-    first_frame: int
-    prompt: str
-    seconds: float
-
-
-@dataclass
-class StreamRate:
-    """Rate at which a stream gave frames, without the time that its reader took.
-
-    first_frame_seconds: from the beginning to the frames of the first chunk, the prompt's encoding included. seconds,
-    num_frames: of all chunks behind it. worst_gap_seconds: the longest that one of them took.
-    """
-
-    first_frame_seconds: float = 0.0
-    seconds: float = 0.0
-    num_frames: int = 0
-    worst_gap_seconds: float = 0.0
-
-    def add(self, num_frames: int, seconds: float, *, is_first: bool) -> None:
-        """Add one chunk."""
-        if is_first:
-            self.first_frame_seconds += seconds
-            return
-        self.seconds += seconds
-        self.num_frames += num_frames
-        self.worst_gap_seconds = max(self.worst_gap_seconds, seconds)
-
-    @property
-    def frames_per_second(self) -> float | None:
-        """Frames per second of the chunks after the first; None while there is none."""
-        return self.num_frames / self.seconds if self.num_frames else None
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the values for a sidecar."""
-        rate = self.frames_per_second
-        return {
-            "first_frame_seconds": round(self.first_frame_seconds, 4),
-            **({} if rate is None else {"frames_per_second": round(rate, 3)}),
-            "worst_gap_seconds": round(self.worst_gap_seconds, 4),
-        }
-
 
 # Chunks that are handed out before the one behind them is denoised: the first frames are there as early as can be, and
 # whatever a decoder compiles or captures when it first runs is done.
@@ -429,13 +380,22 @@ def _end_decoding(decoding: Iterable[Future[DecodedChunk]]) -> None:
 
 
 def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: bool) -> None:
-    """Raises RequestError for a model that makes clips at once, and for a video without an end that sees all of its
-    frames, or whose chunks have no room in the window."""
-    if not rules.sampling.is_causal:
+    """Raises RequestError for a video that is made at once, for one without an end that is made in segments or sees all
+    of its frames, or whose chunks have no room in the window, and for frames in between."""
+    in_segments = settings.segments.is_apart
+    if not rules.sampling.is_causal and not in_segments:
+        others = "give --segment-frames, fewer than --num-frames, " if rules.sampling.continues_images else ""
         raise RequestError(
             "stream: this model makes a clip at once, and its first frame is known when its last one is; leave the "
-            "stream out, or take a causal model, such as --model-path shapes-causal (docs/causal_video.md)"
+            f"stream out, {others}or take a causal model, such as --model-path shapes-causal (docs/causal_video.md)"
         )
+    if settings.shared.interpolate is not None:
+        raise RequestError(
+            "interpolate: the frames of a stream are given as they are made, and none between them; leave it out, or "
+            "the stream"
+        )
+    if endless and in_segments:
+        raise RequestError("stream: a video in segments has an end; give --num-frames or --seconds")
     if not endless:
         return
     window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunking.plan, num_frames=None)

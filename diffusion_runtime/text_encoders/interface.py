@@ -39,6 +39,10 @@ class TextStream:
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         return dataclasses.replace(self, embeddings=self.embeddings.to(device, dtype))
 
+    def zeroed(self) -> Self:
+        """Return as many tokens, all zero."""
+        return dataclasses.replace(self, embeddings=torch.zeros_like(self.embeddings))
+
 
 @dataclass(frozen=True)
 class EncoderCut:
@@ -159,6 +163,15 @@ class Conditions:
             embeddings=self.embeddings.to(device, dtype),
             pooled=None if self.pooled is None else self.pooled.to(device, dtype),
             further=tuple(stream.to(device, dtype) for stream in self.further),
+        )
+
+    def zeroed(self) -> Self:
+        """Return as many tokens and pooled vectors, all zero."""
+        return dataclasses.replace(
+            self,
+            embeddings=torch.zeros_like(self.embeddings),
+            pooled=None if self.pooled is None else torch.zeros_like(self.pooled),
+            further=tuple(stream.zeroed() for stream in self.further),
         )
 
 

@@ -47,6 +47,10 @@ class Journal:
         """Return the path of the journal of a tuning that writes `result`."""
         return result.with_name(f".{result.name}.journal.json")
 
+    def has(self, name: str) -> bool:
+        """Return whether a value is kept under this name."""
+        return name in self._values
+
     def value(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return the value kept under this name, else what `measure` returns (JSON values), which is then kept."""
         if name not in self._values:

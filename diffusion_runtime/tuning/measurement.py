@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
-from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import relative_l2
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.core.step_info import StepInfo
@@ -25,22 +23,11 @@ from diffusion_runtime.generation.interface import InspectablePipeline
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.profiling.instruments import attention_choices, watched_latents, wrapped_predictions
 from diffusion_runtime.quality.clip_score import ClipScore
-from diffusion_runtime.quality.shapes.attributes import SceneAttributes
-from diffusion_runtime.quality.shapes.checker import check_clip
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.tuning.clip_metrics import ClipMetrics, ReferenceClip, TunedPrompt
 from diffusion_runtime.tuning.journal import Journal
 
 Rules = Sequence[dict[str, Any]]
-# Metrics that need frames, not only latents.
-_OF_FRAMES = {"psnr": "psnr_db", "ssim": "ssim", "lpips": "lpips"}
-
-
-@dataclass(frozen=True)
-class TunedPrompt:
-    """A resolved request, and what a clip of it must show; attributes: None where only distances are measured."""
-
-    request: GenerationRequest
-    attributes: SceneAttributes | None = None
 
 
 @dataclass(frozen=True)
@@ -62,14 +49,6 @@ class Figures:
         }
 
 
-@dataclass(frozen=True)
-class _Dense:
-    """The dense clip of a prompt. frames: None where no metric needs them."""
-
-    latents: torch.Tensor
-    frames: numpy.ndarray | None
-
-
 @dataclass
 class Measurement:
     """Clips of one loaded pipeline under attention rules on top of `dense`, the choices of a dense run.
@@ -82,10 +61,12 @@ class Measurement:
     metrics: Sequence[str]
     journal: Journal
     clip_score: ClipScore | None = None
-    _frames: FrameMetrics = field(default_factory=FrameMetrics)
-    _dense: dict[tuple[str, int | None], _Dense] = field(default_factory=dict)
+    _dense: dict[tuple[str, int | None], ReferenceClip] = field(default_factory=dict)
     # The predictions of one dense clip, by the step of each call: they are as large as its latents, times its steps.
     _recorded: tuple[GenerationRequest, list[tuple[int, torch.Tensor]]] | None = None
+
+    def __post_init__(self) -> None:
+        self._clip_metrics = ClipMetrics(self.metrics, self.clip_score)
 
     def distance(self, rules: Rules, prompt: TunedPrompt, first_step: int) -> float:
         """Relative L2 distance of the final latents from the dense clip's, with the steps before first_step dense."""
@@ -120,51 +101,24 @@ class Measurement:
     def _clip(self, rules: Rules, prompt: TunedPrompt, request: GenerationRequest | None = None) -> dict[str, Any]:
         made = _Made([])
         with attention_choices(self.pipeline, self._with(rules)), watched_latents(self.pipeline, made.watch):
-            media = self._made(request or prompt.request, decoded=self._needs_frames, made=made)
+            media = self._made(request or prompt.request, decoded=self._clip_metrics.need_frames, made=made)
         if not rules and request is None:
             self._keep(prompt.request, made, media)
-        dense = self._dense_clip(prompt.request)
-        distance = relative_l2(made.latents, dense.latents)
-        values = {} if distance is None else {"latent": distance}
-        if media is not None:
-            values |= self._frame_values(media.frames, dense.frames, prompt)
+        frames = None if media is None else media.frames
+        values = self._clip_metrics.of(made.latents, frames, self._dense_clip(prompt.request), prompt)
         return {"values": values, "seconds": made.seconds}
 
-    def _frame_values(
-        self, frames: numpy.ndarray, reference: numpy.ndarray | None, prompt: TunedPrompt
-    ) -> dict[str, float]:
-        values: dict[str, float] = {}
-        if self._compares_frames:
-            assert reference is not None
-            found = self._frames.of(frames, reference)
-            values |= {name: float(found[key] or 0.0) for name, key in _OF_FRAMES.items() if name in self.metrics}
-        if "accuracy" in self.metrics:
-            assert prompt.attributes is not None
-            values["accuracy"] = float(check_clip(prompt.attributes, torch.from_numpy(frames)).joint)
-        if "clip" in self.metrics:
-            assert self.clip_score is not None
-            values["clip"] = self.clip_score(frames, prompt.request.prompt)
-        return values
-
-    @property
-    def _needs_frames(self) -> bool:
-        return any(name != "latent" for name in self.metrics)
-
-    @property
-    def _compares_frames(self) -> bool:
-        return any(name in _OF_FRAMES for name in self.metrics)
-
     def _keep(self, request: GenerationRequest, made: _Made, media: GeneratedMedia | None) -> None:
-        frames = media.frames if media is not None and self._compares_frames else None
-        self._dense[request.prompt, request.seed] = _Dense(made.latents, frames)
+        frames = media.frames if media is not None and self._clip_metrics.compare_frames else None
+        self._dense[request.prompt, request.seed] = ReferenceClip(made.latents, frames)
 
-    def _dense_clip(self, request: GenerationRequest) -> _Dense:
+    def _dense_clip(self, request: GenerationRequest) -> ReferenceClip:
         """Made again where the journal has its figures and nobody its latents."""
         key = request.prompt, request.seed
         if key not in self._dense:
             made = _Made([])
             with attention_choices(self.pipeline, self._with([])), watched_latents(self.pipeline, made.watch):
-                media = self._made(request, decoded=self._compares_frames, made=made)
+                media = self._made(request, decoded=self._clip_metrics.compare_frames, made=made)
             self._keep(request, made, media)
         return self._dense[key]
 
@@ -188,7 +142,7 @@ class Measurement:
             watched_latents(self.pipeline, made.watch),
             wrapped_predictions(self.pipeline, recorded),
         ):
-            media = self._made(request, decoded=self._compares_frames, made=made)
+            media = self._made(request, decoded=self._clip_metrics.compare_frames, made=made)
         self._keep(request, made, media)
         self._recorded = (request, predictions)
         return predictions

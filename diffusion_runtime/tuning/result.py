@@ -8,38 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
+from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.config import RuntimeConfig, runtime_options
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.errors import BUDGET_NOT_MET
 from diffusion_runtime.media.publish import publish_text
 from diffusion_runtime.request.generation_request import GenerationRequest
-from diffusion_runtime.tuning.cells import Cell
 from diffusion_runtime.tuning.measurement import Figures
 from diffusion_runtime.tuning.search import Outcome
+from diffusion_runtime.tuning.sensitivity import Sensitivity
 from diffusion_runtime.untrusted.yaml_text import yaml_document
 
 SCHEMA = "diffusion_runtime.tune/1"
 TUNED = "tuned"
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """One cell under one choice. kept: the share of the cell's pairs that is computed. loss: the squared relative L2
-    distance of the final latents from dense attention's, with every other cell dense, mean over the prompts."""
-
-    cell: Cell
-    spec: AttentionSpec
-    kept: float
-    loss: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **self.cell.to_dict(),
-            **self.spec.to_dict(),
-            "kept": round(self.kept, 4),
-            "latent_l2": round(self.loss**0.5, 5),
-        }
 
 
 def written_options(runtime: RuntimeConfig) -> dict[str, Any]:

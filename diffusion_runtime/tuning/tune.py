@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +21,13 @@ from diffusion_runtime.models.lora_sources import recorded_loras
 from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.session.reporter import Reporter
 from diffusion_runtime.tuning.budget import all_met, least_slack
-from diffusion_runtime.tuning.cells import schedule_rules
+from diffusion_runtime.tuning.clip_metrics import TunedPrompt
 from diffusion_runtime.tuning.journal import Journal
-from diffusion_runtime.tuning.knapsack import Option, pareto_frontier
-from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules, TunedPrompt
+from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules
 from diffusion_runtime.tuning.plan import ROLE, Plan, Tuning
-from diffusion_runtime.tuning.result import Sensitivity, TuneResult, by_name
+from diffusion_runtime.tuning.result import TuneResult, by_name
 from diffusion_runtime.tuning.search import IsMet, Outcome, Point, best_of, search, thinned
+from diffusion_runtime.tuning.sensitivity import Sensitivity, cells_to_measure, frontier, sensitivities
 
 # Of the frontier, between which the search bisects.
 MAX_POINTS = 16
@@ -95,15 +94,15 @@ class _Run:
         return {**own, **detect_hardware(str(self.pipeline.device)).packages}
 
     def tuned(self) -> TuneResult:
-        sensitivities = self._sensitivities()
-        frontier = self._frontier(sensitivities)
+        measured = self._sensitivities()
+        line = [point for _, point in frontier(self.plan.cells, measured)]
         dense_measured = self._figures("dense, measured prompts", [], self.measured)
         dense_verified = self._figures("dense, prompts for verification", [], self.verified)
-        tuned = self._search("tuned", thinned(frontier, MAX_POINTS), dense_measured, dense_verified)
+        tuned = self._search("tuned", thinned(line, MAX_POINTS), dense_measured, dense_verified)
         uniform = {}
         for method, specs in self.plan.uniform.items():
-            line = [Point([], 1.0), *self._uniform_points(specs)]
-            uniform[method] = self._search(f"uniform {method}", line, dense_measured, dense_verified)
+            points = [Point([], 1.0), *self._uniform_points(specs)]
+            uniform[method] = self._search(f"uniform {method}", points, dense_measured, dense_verified)
         outcomes = by_name(tuned, uniform)
         chosen = best_of(outcomes, lambda figures: self._slack(figures, dense_verified))
         description = self.plan.prepared.description
@@ -117,8 +116,8 @@ class _Run:
             measured_prompts=[(each.request.prompt, each.request.seed) for each in self.measured],
             verified_prompts=[(each.request.prompt, each.request.seed) for each in self.verified],
             cells=(self.tuning.layer_ranges, self.tuning.step_ranges, self.tuning.head_ranges),
-            sensitivities=sensitivities,
-            num_frontier=len(frontier),
+            sensitivities=measured,
+            num_frontier=len(line),
             dense_measured=dense_measured,
             dense_verified=dense_verified,
             tuned=tuned,
@@ -133,27 +132,11 @@ class _Run:
         )
 
     def _sensitivities(self) -> list[Sensitivity]:
-        """Return the sensitivity of every cell and choice, with all other cells dense."""
-        todo = [
-            (cell, spec, kept)
-            for cell in self.plan.cells
-            for specs in self.plan.ladders.values()
-            for spec in specs
-            if (kept := self.plan.kept(spec, [cell])) < 1.0
-        ]
-        self._say_how_much(len(todo) * len(self.measured))
-        found: dict[int, list[float]] = {index: [] for index in range(len(todo))}
-        with self._counted(f"sensitivity of {len(self.plan.cells)} cells", len(todo) * len(self.measured)) as done:
-            # Prompts outermost: the dense clip of one is kept.
-            for prompt in self.measured:
-                for index, (cell, spec, _) in enumerate(todo):
-                    rules = schedule_rules([(cell, spec)])
-                    found[index].append(self.measurement.distance(rules, prompt, cell.steps.start))
-                    done()
-        return [
-            Sensitivity(cell, spec, kept, statistics.fmean(value**2 for value in found[index]))
-            for index, (cell, spec, kept) in enumerate(todo)
-        ]
+        todo = cells_to_measure(self.plan, list(self.plan.ladders))
+        count = len(todo) * len(self.measured)
+        self._say_how_much(count)
+        with self._counted(f"sensitivity of {len(self.plan.cells)} cells", count) as done:
+            return sensitivities(todo, self.measured, self.measurement.distance, done)
 
     def _say_how_much(self, num_passes: int) -> None:
         """Say how much will be computed at least, before minutes of work on a CPU: the dense clips, and one clip from
@@ -166,26 +149,6 @@ class _Run:
             f"{num_passes} measurements, then a search that verifies on {len(self.verified)} prompts: the former are "
             f"{estimate_text(operations, torch.float32)}"
         )
-
-    def _frontier(self, sensitivities: Sequence[Sensitivity]) -> list[Point]:
-        """From dense to sparse."""
-        weights = [cell.weight for cell in self.plan.cells]
-        total = sum(weights)
-        options: list[list[Option]] = []
-        specs: list[list[AttentionSpec | None]] = []
-        for cell, weight in zip(self.plan.cells, weights, strict=True):
-            own = [each for each in sensitivities if each.cell == cell]
-            specs.append([None, *(each.spec for each in own)])
-            options.append(
-                [Option(weight / total, 0.0), *(Option(each.kept * weight / total, each.loss) for each in own)]
-            )
-        points = []
-        for selection in pareto_frontier(options):
-            chosen = [
-                (cell, own[pick]) for cell, own, pick in zip(self.plan.cells, specs, selection.picks, strict=True)
-            ]
-            points.append(Point(schedule_rules(chosen), selection.cost, selection.loss))
-        return points
 
     def _uniform_points(self, specs: Sequence[AttentionSpec]) -> list[Point]:
         points = [Point([{"role": ROLE, **spec.to_dict()}], self.plan.kept(spec, self.plan.cells)) for spec in specs]

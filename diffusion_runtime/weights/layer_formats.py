@@ -110,7 +110,8 @@ class _Search:
         self.says_scaled = self.wants_full_precision = False
         for file in files:
             for name in file.heads:
-                if name in self.owner:
+                # Of two files, each may say that it is scaled.
+                if name in self.owner and name.rpartition(".")[2] != _FILE_MARK:
                     raise ModelLoadError(f"{file.path}: {shown_name(name)} is in {self.owner[name].path} too")
                 self.owner[name] = file
         for file in files:
@@ -126,6 +127,12 @@ class _Search:
                 other, scale = next(iter(beside.values()))
                 raise ModelLoadError(
                     f"{other.path}: {shown_name(scale)} is a scale, and {shown_name(weight)} is missing"
+                )
+        for name, file in self.owner.items():
+            # In metadata, marks of other parts of a file may stand.
+            if name.endswith(LAYER_MARK) and (weight := name.removesuffix(LAYER_MARK) + _WEIGHT) not in self.owner:
+                raise ModelLoadError(
+                    f"{file.path}: {shown_name(name)} is the mark of a layer, and {shown_name(weight)} is missing"
                 )
         found: dict[str, LayerFormat] = {}
         for name, file in self.owner.items():

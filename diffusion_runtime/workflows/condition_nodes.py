@@ -29,6 +29,18 @@ def _zeroed(call: Call) -> tuple[Any, ...]:
     return (dataclasses.replace(call.of("conditioning", ConditioningValue), zeroed=call.node),)
 
 
+def _in_time(call: Call) -> tuple[Any, ...]:
+    """ConditioningSetTimestepRange: ComfyUI predicts 0 for a condition outside of its range."""
+    conditioning = call.of("conditioning", ConditioningValue)
+    if call.number("start", 0.0) > 0 or call.number("end", 1.0) < 1:
+        call.refuse(
+            "start, end: expected 0 and 1: a prompt of some steps alone is not supported; guidance of some steps is "
+            "--guidance-start and --guidance-stop"
+        )
+    call.without_effect("of all steps")
+    return (conditioning,)
+
+
 def _guidance(call: Call) -> tuple[Any, ...]:
     conditioning = call.of("conditioning", ConditioningValue)
     return (dataclasses.replace(conditioning, guidance=float(call.number("guidance", 3.5))),)
@@ -51,6 +63,8 @@ def _edit_text(*names: str) -> Callable[[Call], tuple[Any, ...]]:
     def run(call: Call) -> tuple[Any, ...]:
         pictures = [picture for name in names if (picture := call.maybe(name, PictureValue)) is not None]
         clip = call.of("clip", ClipValue)
+        if pictures and call.maybe("vae", VaeValue) is None:
+            call.refuse("vae: nothing is linked: pictures that the text encoder alone sees; expected a VAE")
         return (ConditioningValue(call.node, call.text("prompt"), clip, references=_pictures(pictures)),)
 
     return run
@@ -147,7 +161,9 @@ def _vace(call: Call) -> tuple[Any, ...]:
         call.refuse("control_masks: masks that nodes compute are no file; give one with --mask-path, and bypass them")
     if (strength := call.number("strength", 1.0)) != 1.0:
         given["conditioning_scale"] = float(strength)
-    return positive, negative, LatentValue(call.node, given=given, **_sized(call)), 0
+    # A reference is a latent frame before the video's, which TrimVideoLatent cuts off, and the model's pipeline too.
+    given["num_before"] = int("image_path" in given)
+    return positive, negative, LatentValue(call.node, given=given, **_sized(call)), given["num_before"]
 
 
 def _animate(call: Call) -> tuple[Any, ...]:
@@ -255,6 +271,7 @@ TABLE: Mapping[str, NodeClass] = {
     "CLIPTextEncode": NodeClass(_text),
     "CLIPTextEncodeFlux": NodeClass(_flux_text),
     "ConditioningZeroOut": NodeClass(_zeroed),
+    "ConditioningSetTimestepRange": NodeClass(_in_time),
     "FluxGuidance": NodeClass(_guidance),
     "TextEncodeQwenImageEdit": NodeClass(_edit_text("image")),
     "TextEncodeQwenImageEditPlus": NodeClass(_edit_text("image1", "image2", "image3")),

@@ -263,7 +263,20 @@ class _Scope:
         entry = next((each for each in node.inputs if each.name == name), None)
         if entry is not None and entry.link is not None:
             return (outer, entry.link)
-        return self.instance_values().get(name, _UNSET) if is_widget else None
+        return self.instance_values().get(name, self._value_within(slot)) if is_widget else None
+
+    def _value_within(self, slot: int) -> Any:
+        """Return the value that an input of the subgraph shows: that of the first widget within which it is linked to,
+        and every other input that it is linked to has. _UNSET where there is none."""
+        ends = _listed(self.content.get("inputs"), "inputs")[slot].get("linkIds")
+        order = [_text(each) for each in ends] if isinstance(ends, list) else []
+        linked = [(entry.link, node, entry.name) for node in self.nodes.values() for entry in node.inputs]
+        shown_here = dict(self.promoted())
+        for _, node, name in sorted((e for e in linked if e[0] in order), key=lambda each: order.index(str(each[0]))):
+            values = {**node.widgets(), **shown_here.get(f"{self.prefix}{node.id}", {})}
+            if name in values:
+                return values[name]
+        return _UNSET
 
     def _set_under(self, getter: _EditorNode) -> Any:
         name = _first_value(getter)

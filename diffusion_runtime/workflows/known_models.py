@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from diffusion_runtime.denoising.named_schedules import NoiseTable
@@ -31,6 +32,8 @@ class KnownModel:
     sees: bool = False
     norm: bool = False
     second_text: str | None = None
+    zeros: bool = False
+    blocks: Mapping[str, int] = field(default_factory=dict)
 
 
 @functools.cache

@@ -10,11 +10,13 @@ CONTROL = "control_after_generate"
 EDITOR_KINDS = frozenset({"MarkdownNote", "Note", "Reroute", "PrimitiveNode", "SetNode", "GetNode", "Label (rgthree)"})
 
 _PART = "start_at_step end_at_step return_with_leftover_noise"
+_SCAIL = "pose_strength pose_start pose_end video_frame_offset previous_frame_count replacement_mode"
 _ORDER = f"""
 BasicScheduler: scheduler steps denoise
 BetaSamplingScheduler: steps alpha beta
 CFGGuider: cfg
 CFGNorm: strength pre_cfg
+CFGZeroStarAndInit: use_zero_init zero_init_steps
 CLIPLoader: clip_name type device
 CLIPLoaderGGUF: clip_name type
 CLIPTextEncode: text
@@ -24,6 +26,7 @@ CLIPVisionLoader: clip_name
 CheckpointLoaderSimple: ckpt_name
 ComfyMathExpression: expression
 ComfySwitchNode: switch
+ConditioningSetTimestepRange: start end
 ControlNetLoader: control_net_name
 CreateVideo: fps bit_depth color_space
 DualCLIPLoader: clip_name1 clip_name2 type device
@@ -43,6 +46,7 @@ ImageFromBatch: batch_index length
 ImageScale: upscale_method width height crop
 ImageScaleBy: upscale_method scale_by
 ImageScaleToMaxDimension: upscale_method largest_size
+ImageStitch: direction match_image_size spacing_width spacing_color
 ImageScaleToTotalPixels: upscale_method megapixels resolution_steps
 KSampler: seed {CONTROL} steps cfg sampler_name scheduler denoise
 KSamplerAdvanced: add_noise noise_seed {CONTROL} steps cfg sampler_name scheduler {_PART}
@@ -75,6 +79,7 @@ PrimitiveString: value
 PrimitiveStringMultiline: value
 RandomNoise: noise_seed {CONTROL}
 ResolutionSelector: aspect_ratio megapixels multiple
+SCAIL2ColoredMask: object_indices sort_by replacement_mode
 SamplerCustom: add_noise noise_seed {CONTROL} cfg
 SamplerEulerAncestral: eta s_noise
 SamplerLCM: s_noise s_noise_end noise_clip_std
@@ -82,7 +87,10 @@ SaveAnimatedWEBP: filename_prefix fps lossless quality method
 SaveImage: filename_prefix
 SaveVideo: filename_prefix format codec
 SaveWEBM: filename_prefix codec fps crf
+ScheduledCFGGuidance: cfg start_percent end_percent
 SetFirstSigma: sigma
+SkipLayerGuidanceDiT: double_layers single_layers scale start_percent end_percent rescaling_scale
+SkipLayerGuidanceDiTSimple: double_layers single_layers start_percent end_percent
 SolidMask: value width height
 SplitSigmas: step
 StringConcatenate: string_a string_b delimiter
@@ -91,6 +99,7 @@ TextEncodeQwenImage21: prompt negative_prompt resolution
 TextEncodeQwenImageEdit: prompt
 TextEncodeQwenImageEditPlus: prompt
 TripleCLIPLoader: clip_name1 clip_name2 clip_name3
+TrimVideoLatent: trim_amount
 TrimAudioDuration: start_index duration
 UNETLoader: unet_name weight_dtype
 UnetLoaderGGUF: unet_name
@@ -99,6 +108,7 @@ VAELoader: vae_name
 Wan22ImageToVideoLatent: width height length batch_size
 WanFirstLastFrameToVideo: width height length batch_size
 WanImageToVideo: width height length batch_size
+WanSCAILToVideo: width height length batch_size {_SCAIL}
 WanVaceToVideo: width height length batch_size strength
 """
 WIDGETS: Mapping[str, tuple[str, ...]] = {

@@ -10,14 +10,11 @@ from typing import Any
 from diffusion_runtime.workflows.evaluation import Call, NodeClass
 from diffusion_runtime.workflows.input_files import found_input, size_of
 from diffusion_runtime.workflows.values import (
-    LatentValue,
     MaskValue,
     MovieValue,
     PictureValue,
     SoundValue,
     Unknown,
-    UpsamplerValue,
-    VaeValue,
 )
 
 _MEGAPIXEL = 1024 * 1024
@@ -42,6 +39,9 @@ def _load_video(call: Call) -> tuple[Any, ...]:
 
 
 def _components(call: Call) -> tuple[Any, ...]:
+    film = call.raw("video")
+    if isinstance(film, MovieValue):
+        return film.pictures, film.sound, film.fps, 8, "sRGB"
     film = call.of("video", PictureValue)
     return film, SoundValue(call.node, film.file), Unknown("the rate of a video that is read"), 8, "sRGB"
 
@@ -60,6 +60,13 @@ def _batch(call: Call) -> tuple[Any, ...]:
         return (None,)
     parts = tuple(part for each in pictures for part in (each.parts or (each,)))
     return (dataclasses.replace(pictures[0], parts=parts) if len(parts) > 1 else parts[0],)
+
+
+def _stitched(call: Call) -> tuple[Any, ...]:
+    """ImageStitch: of one picture, that picture."""
+    if call.maybe("image2", PictureValue) is not None:
+        call.refuse("two pictures beside each other; make one file of them, and give it: --set NODE.image=FILE")
+    return (call.of("image1", PictureValue),)
 
 
 def _scaled(call: Call, picture: PictureValue, size: Size | None) -> tuple[Any, ...]:
@@ -154,55 +161,6 @@ def _compressed(call: Call) -> tuple[Any, ...]:
     return (dataclasses.replace(picture, changed_by=(*picture.changed_by, call.node)),)
 
 
-def _encode(call: Call) -> tuple[Any, ...]:
-    picture = call.of("pixels", PictureValue)
-    call.maybe("vae", VaeValue)
-    unknown = Unknown("the size is that of a picture that is not here")
-    width, height = picture.size or (unknown, unknown)
-    return (LatentValue(call.node, width, height, start=picture),)
-
-
-def _empty(pixels: int, frames: str | None = None) -> Callable[[Call], tuple[Any, ...]]:
-    """pixels: width and height of one latent, of which ComfyUI takes as many as fit into a size."""
-
-    def whole(side: int | Unknown) -> int | Unknown:
-        return side if isinstance(side, Unknown) else max(side // pixels, 1) * pixels
-
-    def run(call: Call) -> tuple[Any, ...]:
-        return (
-            LatentValue(
-                call.node,
-                whole(call.size("width", 1024)),
-                whole(call.size("height", 1024)),
-                1 if frames is None else call.size(frames, 25),
-                call.whole("batch_size", 1),
-            ),
-        )
-
-    return run
-
-
-def _empty_sound(call: Call) -> tuple[Any, ...]:
-    return (LatentValue(call.node, 0, 0, call.size("frames_number", 97), is_sound=True),)
-
-
-def _encoded_sound(call: Call) -> tuple[Any, ...]:
-    sound = call.of("audio", SoundValue)
-    return (LatentValue(call.node, 0, 0, is_sound=True, given={"audio_path": sound}),)
-
-
-def _solid_mask(call: Call) -> tuple[Any, ...]:
-    return (MaskValue(call.node, value=float(call.number("value", 1.0))),)
-
-
-def _masked(call: Call) -> tuple[Any, ...]:
-    """SetLatentNoiseMask: a sound whose mask is 0 stays as it is."""
-    latent, mask = call.of("samples", LatentValue), call.of("mask", MaskValue)
-    if not latent.is_sound or mask.value != 0:
-        call.refuse("a part of the latents that is denoised alone; expected a mask of 0 over a sound, which keeps it")
-    return (dataclasses.replace(latent, given={**latent.given, "kept": True}),)
-
-
 def _trimmed(call: Call) -> tuple[Any, ...]:
     """TrimAudioDuration, from the beginning: as long as the clip here."""
     if call.number("start_index", 0.0) != 0:
@@ -211,46 +169,10 @@ def _trimmed(call: Call) -> tuple[Any, ...]:
     return (call.of("audio", SoundValue),)
 
 
-def _with_sound(call: Call) -> tuple[Any, ...]:
-    video, sound = call.of("video_latent", LatentValue), call.of("audio_latent", LatentValue)
-    return (dataclasses.replace(video, sound=sound),)
-
-
-def _apart(call: Call) -> tuple[Any, ...]:
-    both = call.of("av_latent", LatentValue)
-    return both, dataclasses.replace(both, is_sound=True)
-
-
-def _upsampled(call: Call) -> tuple[Any, ...]:
-    latent, upsampler = call.of("samples", LatentValue), call.of("upscale_model", UpsamplerValue)
-    double = [side if isinstance(side, Unknown) else 2 * side for side in (latent.width, latent.height)]
-    given = {key: value for key, value in latent.given.items() if key != "frames"}
-    return (
-        dataclasses.replace(
-            latent, width=double[0], height=double[1], given=given, stage=None, upscaled=(latent, upsampler.weights)
-        ),
-    )
-
-
-def _decode(call: Call) -> tuple[Any, ...]:
-    latent, vae = call.of("samples", LatentValue), call.of("vae", VaeValue)
-    if call.node.kind == "VAEDecodeTiled":
-        call.replaced("tiles of the size that --vae-tiling chooses, with the model's own overlap")
-    known = isinstance(latent.width, int) and isinstance(latent.height, int)
-    size = (latent.width, latent.height) if known else None
-    latent = dataclasses.replace(latent, given={**latent.given, "vae": vae})
-    return (PictureValue(call.node, decoded=latent, size=size),)  # type: ignore[arg-type]
-
-
-def _decode_sound(call: Call) -> tuple[Any, ...]:
-    latent = call.of("samples", LatentValue)
-    vae = call.maybe("audio_vae", VaeValue) or call.maybe("vae", VaeValue)
-    latent = dataclasses.replace(latent, given={**latent.given, "audio_vae": vae})
-    return (SoundValue(call.node, decoded=latent),)
-
-
 def _movie(call: Call) -> tuple[Any, ...]:
     pictures, rate = call.of("images", PictureValue), call.raw("fps", 24)
+    if call.raw("bit_depth", 8) not in (8, "8", "auto"):
+        call.replaced("8 bits per colour, as the model's decoder is trained for")
     fps = 0.0 if isinstance(rate, Unknown) else float(call.number("fps", 24))
     return (MovieValue(call.node, pictures, fps, call.maybe("audio", SoundValue)),)
 
@@ -271,11 +193,14 @@ def _save_frames(call: Call) -> tuple[Any, ...]:
     return (MovieValue(call.node, call.of("images", PictureValue), float(call.number("fps", 16))),)
 
 
-def _first_of(call: Call) -> tuple[Any, ...]:
+def _cut(call: Call) -> tuple[Any, ...]:
+    """ImageFromBatch: the first frames of a video that is read, or one picture."""
     picture = call.of("image", PictureValue)
-    if call.whole("batch_index", 0) != 0 or picture.decoded is not None or picture.is_film:
+    if call.whole("batch_index", 0) != 0 or picture.decoded is not None:
         call.refuse("frames are cut out of a video, which no request says")
-    return (picture,)
+    if not picture.is_film:
+        return (picture,)
+    return (dataclasses.replace(picture, num_frames=call.whole("length", 1)),)
 
 
 TABLE: Mapping[str, NodeClass] = {
@@ -287,7 +212,8 @@ TABLE: Mapping[str, NodeClass] = {
     "LoadAudio": NodeClass(_load_audio),
     "BatchImagesNode": NodeClass(_batch),
     "ImageBatch": NodeClass(_batch),
-    "ImageFromBatch": NodeClass(_first_of),
+    "ImageStitch": NodeClass(_stitched),
+    "ImageFromBatch": NodeClass(_cut),
     "ImageScale": NodeClass(_to_size),
     "ImageScaleBy": NodeClass(_by_factor),
     "ImageScaleToTotalPixels": NodeClass(_to_pixels),
@@ -295,25 +221,7 @@ TABLE: Mapping[str, NodeClass] = {
     "ResizeImageMaskNode": NodeClass(_resized),
     "FluxKontextImageScale": NodeClass(_kontext),
     "LTXVPreprocess": NodeClass(_compressed),
-    "VAEEncode": NodeClass(_encode),
-    "EmptyLatentImage": NodeClass(_empty(8)),
-    "EmptySD3LatentImage": NodeClass(_empty(8)),
-    "EmptyFlux2LatentImage": NodeClass(_empty(16)),
-    "EmptyHunyuanLatentVideo": NodeClass(_empty(8, "length")),
-    "EmptyHunyuanVideo15Latent": NodeClass(_empty(16, "length")),
-    "EmptyLTXVLatentVideo": NodeClass(_empty(32, "length")),
-    "LTXVEmptyLatentAudio": NodeClass(_empty_sound),
-    "SolidMask": NodeClass(_solid_mask),
-    "SetLatentNoiseMask": NodeClass(_masked),
     "TrimAudioDuration": NodeClass(_trimmed),
-    "LTXVAudioVAEEncode": NodeClass(_encoded_sound),
-    "LTXVConcatAVLatent": NodeClass(_with_sound),
-    "LTXVSeparateAVLatent": NodeClass(_apart),
-    "LTXVLatentUpsampler": NodeClass(_upsampled),
-    "VAEDecode": NodeClass(_decode),
-    "VAEDecodeTiled": NodeClass(_decode),
-    "VAEDecodeAudio": NodeClass(_decode_sound),
-    "LTXVAudioVAEDecode": NodeClass(_decode_sound),
     "CreateVideo": NodeClass(_movie),
     "SaveVideo": NodeClass(_save("video")),
     "SaveImage": NodeClass(_save("images")),

@@ -80,10 +80,13 @@ def _resolution(call: Call) -> tuple[Any, ...]:
 
 def _picture_size(call: Call) -> tuple[Any, ...]:
     picture = call.of("image", PictureValue)
+    count: int | Unknown = 1
+    if picture.is_film:
+        count = picture.num_frames or Unknown("the number of a video's frames is not known before it is read")
     if picture.size is None:
         unknown = Unknown(f"the size of {picture.file or 'a picture'} is not known before the file is there")
-        return (unknown, unknown, 1)
-    return (*picture.size, 1)
+        return (unknown, unknown, count)
+    return (*picture.size, count)
 
 
 def _convert(call: Call) -> tuple[Any, ...]:

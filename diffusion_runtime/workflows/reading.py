@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,9 @@ from diffusion_runtime.workflows.node_widgets import EDITOR_KINDS
 _MAX_FILE_BYTES = 2**30
 _MAX_TEXT_BYTES = 16 * 2**20
 _MAX_VALUES = 500_000
+# What decides where a JSON object ends, and how many of these are read in a file; a template has 20,000.
+_MARK = re.compile(rb'[{}"\\]')
+_MAX_MARKS = 4_000_000
 # Keys of metadata, the graph that ran first: its seeds and switches are those of the file.
 _KEYS = (b"prompt", b"workflow")
 
@@ -103,13 +107,19 @@ def _parsed(text: bytes) -> Any:
 
 
 def _png_texts(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the texts of a PNG: chunks tEXt, iTXt and zTXt."""
-    at = 8
+    """Yield a PNG's texts under the keys of workflows, the first of each: chunks tEXt, iTXt and zTXt."""
+    at, wanted = 8, set(_KEYS)
     while at + 8 <= len(content):
         length, kind = struct.unpack(">I4s", content[at : at + 8])
         data = content[at + 8 : at + 8 + length]
         at += length + 12
+        if kind == b"IEND":
+            return
         key, _, rest = data.partition(b"\0")
+        # Others are not inflated: a few bytes can stand for many.
+        if kind not in (b"tEXt", b"zTXt", b"iTXt") or key not in wanted:
+            continue
+        wanted.remove(key)
         if kind == b"tEXt":
             yield key, rest
         elif kind == b"zTXt" and rest:
@@ -117,8 +127,6 @@ def _png_texts(content: bytes) -> Iterator[tuple[bytes, bytes]]:
         elif kind == b"iTXt" and len(rest) >= 2:
             packed, (_, _, text) = rest[0], [*rest[2:].split(b"\0", 2), b"", b""][:3]
             yield key, _inflated(text) if packed else text
-        elif kind == b"IEND":
-            return
 
 
 def _inflated(data: bytes) -> bytes:
@@ -141,40 +149,49 @@ def _webp_texts(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _any_texts(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield JSON objects that stand behind their key anywhere in a container (the metadata of MP4, Matroska, FLAC)."""
+    marks = _MAX_MARKS
     for key in _KEYS:
         at = -1
         # A key may be a word of the picture itself; more than a few such places are none.
         for _ in range(64):
             at = content.find(key, at + 1)
-            if at < 0:
+            if at < 0 or marks <= 0:
                 break
             start = content.find(b"{", at, at + 64)
-            if start >= 0 and (text := _object_at(content, start)) is not None:
+            if start < 0:
+                continue
+            text, read = _object_at(content, start, marks)
+            if text is not None:
+                marks -= read
                 yield key, text
                 break
+            # It may have been long without a mark; sixteen such places are enough.
+            marks -= max(read, _MAX_MARKS // 16)
 
 
-def _object_at(content: bytes, start: int) -> bytes | None:
-    """Return the JSON object that begins at a place, by its brackets outside of texts; None without its end."""
-    depth, in_text, is_escaped = 0, False, False
-    for at in range(start, min(len(content), start + _MAX_TEXT_BYTES)):
-        byte = content[at]
+def _object_at(content: bytes, start: int, most: int) -> tuple[bytes | None, int]:
+    """Return the JSON object that begins at a place, by its brackets outside of texts, and how many brackets, quotes
+    and backslashes were read for it; None without its end. most: of these that are read."""
+    depth, in_text, escaped = 0, False, -1
+    count = 0
+    for count, found in enumerate(_MARK.finditer(content, start, start + _MAX_TEXT_BYTES), 1):
+        at, mark = found.start(), found[0]
+        if count > most:
+            return None, most
+        if at == escaped:
+            continue
         if in_text:
-            if is_escaped:
-                is_escaped = False
-            elif byte == 0x5C:
-                is_escaped = True
-            elif byte == 0x22:
-                in_text = False
-        elif byte == 0x22:
+            in_text = mark != b'"'
+            escaped = at + 1 if mark == b"\\" else -1
+        elif mark == b'"':
             in_text = True
-        elif byte == 0x7B:
+        elif mark == b"{":
             depth += 1
-        elif byte == 0x7D:
+        elif mark == b"}":
             depth -= 1
             if depth == 0:
-                return content[start : at + 1]
-    return None
+                return content[start : at + 1], count
+    return None, count
 
 
 def folder_of(path: str) -> Path:

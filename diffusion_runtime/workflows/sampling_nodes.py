@@ -11,9 +11,9 @@ from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.named_schedules import SCHEDULES, NoiseTable, scheduled
 from diffusion_runtime.errors import nearest
 from diffusion_runtime.workflows.evaluation import Call, NodeClass
+from diffusion_runtime.workflows.guidance_nodes import guided
 from diffusion_runtime.workflows.known_models import OWN, UNKNOWN, known_model
 from diffusion_runtime.workflows.values import (
-    ConditioningValue,
     GuiderValue,
     LatentValue,
     ModelValue,
@@ -172,25 +172,6 @@ def _no_noise(call: Call) -> tuple[Any, ...]:
     return (NoiseValue(call.node, None),)
 
 
-def _guided(call: Call) -> tuple[Any, ...]:
-    model = call.of("model", ModelValue)
-    positive, negative = call.of("positive", ConditioningValue), call.of("negative", ConditioningValue)
-    return (GuiderValue(call.node, model, positive, negative, float(call.number("cfg", 8.0))),)
-
-
-def _unguided(call: Call) -> tuple[Any, ...]:
-    model, positive = call.of("model", ModelValue), call.of("conditioning", ConditioningValue)
-    return (GuiderValue(call.node, model, positive, None, 1.0),)
-
-
-def _guided_with_sound(call: Call) -> tuple[Any, ...]:
-    """LTXVDualCFGGuider: a scale of the pictures and one of the sound."""
-    model = call.of("model", ModelValue)
-    positive, negative = call.of("positive", ConditioningValue), call.of("negative", ConditioningValue)
-    scales = [float(call.number(name, 1.0)) for name in ("video_cfg", "audio_cfg")]
-    return (GuiderValue(call.node, model, positive, negative, scales[0], scales[1]),)
-
-
 def _sampled(call: Call, stage: StageValue) -> LatentValue:
     if stage.sampler.name in _WITHOUT_PENULTIMATE and stage.sigmas.own is not None:
         call.refuse(f"sampler_name: {stage.sampler.name} on a schedule that depends on the size")
@@ -212,7 +193,7 @@ def _advanced(call: Call) -> tuple[Any, ...]:
 
 def _custom(call: Call) -> tuple[Any, ...]:
     noise = NoiseValue(call.node, call.whole("noise_seed", 0) if call.flag("add_noise", True) else None)
-    (guider,) = _guided(call)
+    (guider,) = guided(call)
     sampler, sigmas = call.of("sampler", SamplerValue), call.of("sigmas", SigmasValue)
     latent = _sampled(call, StageValue(call.node, guider, sampler, sigmas, noise, call.of("latent_image", LatentValue)))
     return latent, latent
@@ -233,7 +214,7 @@ def _with_penultimate_left_out(call: Call, model: ModelValue, sampler: str, step
 
 
 def _plain(call: Call) -> tuple[Any, ...]:
-    (guider,) = _guided(call)
+    (guider,) = guided(call)
     sampler = call.text("sampler_name", "euler")
     denoise = float(call.number("denoise", 1.0))
     sigmas = _with_penultimate_left_out(call, guider.model, sampler, call.whole("steps", 20), denoise)
@@ -246,7 +227,7 @@ def _plain(call: Call) -> tuple[Any, ...]:
 
 def _in_part(call: Call) -> tuple[Any, ...]:
     """KSamplerAdvanced: some steps of a schedule, perhaps from latents that still have noise."""
-    (guider,) = _guided(call)
+    (guider,) = guided(call)
     sampler, steps = call.text("sampler_name", "euler"), call.whole("steps", 20)
     sigmas = _with_penultimate_left_out(call, guider.model, sampler, steps, 1.0)
     start, end = call.whole("start_at_step", 0), call.whole("end_at_step", 10_000)
@@ -288,9 +269,6 @@ TABLE: Mapping[str, NodeClass] = {
     "SamplerER_SDE": NodeClass(_er_sde),
     "RandomNoise": NodeClass(_noise),
     "DisableNoise": NodeClass(_no_noise),
-    "CFGGuider": NodeClass(_guided),
-    "BasicGuider": NodeClass(_unguided),
-    "LTXVDualCFGGuider": NodeClass(_guided_with_sound),
     "SamplerCustomAdvanced": NodeClass(_advanced),
     "SamplerCustom": NodeClass(_custom),
     "KSampler": NodeClass(_plain),

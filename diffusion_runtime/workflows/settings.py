@@ -158,7 +158,7 @@ def settings_of(
     for files that are not there."""
     runtime = dict(translation.runtime)
     if model_path is not None:
-        runtime = {"model_path": model_path}
+        runtime = {name: value for name, value in runtime.items() if name != "like"} | {"model_path": model_path}
         notes = [f"the files of the workflow are left out: {model_path} runs in their place (--model-path)"]
     else:
         roots = model_roots(None, models_dir)

@@ -13,13 +13,14 @@ from diffusion_runtime.workflows.graph import Graph, Link, Node, WorkflowError
 from diffusion_runtime.workflows.known_models import KnownModel
 from diffusion_runtime.workflows.node_table import TABLE
 from diffusion_runtime.workflows.picture_nodes import OUTPUTS, PREVIEWS
-from diffusion_runtime.workflows.request_parts import RequestParts, request_of_outputs
+from diffusion_runtime.workflows.request_parts import RequestParts
 from diffusion_runtime.workflows.values import (
     Lora,
     MovieValue,
     PictureValue,
     Weights,
 )
+from diffusion_runtime.workflows.workflow_request import request_of_outputs
 
 
 @dataclass(frozen=True)

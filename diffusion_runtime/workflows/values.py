@@ -49,9 +49,33 @@ class SparseValue:
 
 
 @dataclass(frozen=True)
+class SkipValue:
+    """Skip-layer guidance. double, single: blocks, as ComfyUI counts those of two streams and of one; scale: of one
+    more prediction, None for the negative one without the blocks; start, end: shares of the schedule before its
+    shift."""
+
+    node: Node
+    double: tuple[int, ...]
+    single: tuple[int, ...]
+    scale: float | None
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ZeroStarValue:
+    """CFG-zero*. name: of the request's cfg_zero_star; num_zero_steps: first steps without velocity."""
+
+    node: Node
+    name: str
+    num_zero_steps: int = 0
+
+
+@dataclass(frozen=True)
 class ModelValue:
     """A transformer. table: of noise levels that a node sets; shift_of: that node; sparse: its attention, where a node
-    sets it; norm_of: a node that gives guided predictions the norm of conditional ones."""
+    sets it; norm_of: a node that gives guided predictions the norm of conditional ones; zero_star, skip: of guidance;
+    cast: of a node that casts the weights to 8-bit floats and multiplies in them."""
 
     weights: Weights
     loras: tuple[Lora, ...] = ()
@@ -60,6 +84,9 @@ class ModelValue:
     sparse: SparseValue | None = None
     audio_shift: float | None = None
     norm_of: Node | None = None
+    zero_star: ZeroStarValue | None = None
+    skip: SkipValue | None = None
+    cast: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +114,7 @@ class VisionValue:
 @dataclass(frozen=True)
 class PictureValue:
     """A picture or the frames of a video. file: as LoadImage and LoadVideo name it; decoded: of a latent instead; size:
-    (width, height) where it is known; parts: pictures of a batch."""
+    (width, height) where it is known; parts: pictures of a batch; num_frames: of a video that is cut, at most."""
 
     node: Node
     file: str | None = None
@@ -96,6 +123,7 @@ class PictureValue:
     is_film: bool = False
     parts: tuple[PictureValue, ...] = ()
     changed_by: tuple[Node, ...] = ()
+    num_frames: int | None = None
 
 
 @dataclass(frozen=True)
@@ -174,12 +202,17 @@ class NoiseValue:
 
 @dataclass(frozen=True)
 class GuiderValue:
+    """Guidance. share: of the steps that have it, both ends included; steps: whether each of them has it, where two
+    samplers follow each other, None for those of `share`."""
+
     node: Node
     model: ModelValue
     positive: ConditioningValue
     negative: ConditioningValue | None
     scale: float
     audio_scale: float | None = None
+    share: tuple[float, float] = (0.0, 1.0)
+    steps: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)

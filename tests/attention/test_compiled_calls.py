@@ -132,7 +132,7 @@ def test_a_call_has_all_that_it_was_given() -> None:
         {"scale": 0.3, "causal": True},
         {"mask": mask},
         {"mask": torch.randn(2, 4, LAYOUT.num_tokens, LAYOUT.num_tokens), "return_lse": True},
-        {"layer": LayerInfo(3, 5, "cross", "a 'name'"), "backend": "int8_attn"},
+        {"layer": LayerInfo(3, 5, "self", "a 'name'"), "backend": "fp8_attn"},
         {"backend": "sta", "options": {"window": [3, 1, 1], "tile_size": [1, 4, 4]}, "layout": LAYOUT},
     ]
     for arguments in calls:
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_the_uncompiled_call(backend: str) -> None:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, msg=name)
     with pytest.raises(ConfigError, match="computes no gradients"):
-        compiled(functools.partial(attention, backend="int8_attn"), backend)(
+        compiled(functools.partial(attention, backend="fp8_attn"), backend)(
             *(x.requires_grad_() for x in tokens(head_dim=64))
         )
 

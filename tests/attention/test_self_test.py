@@ -231,7 +231,7 @@ def test_a_backend_declares_what_its_self_test_needs(tampered: type[Tampered], m
 
 def test_what_gives_up_precision_or_pairs_says_so() -> None:
     lossy = {name for name in available_names() if (backend := find_backend(name)) and not backend.lossless}
-    assert {"sage_attn", "sage_attn_3", "int8_attn", *SPARSE} <= lossy
+    assert {"sage_attn", "sage_attn_3", "fp8_attn", *SPARSE} <= lossy
     assert lossy.isdisjoint({"torch_sdpa", "reference", "fa", "cudnn_attn", "flex_attn", "flashinfer_attn", "xformers"})
     for name in available_names():
         backend = find_backend(name)

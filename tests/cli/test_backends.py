@@ -44,7 +44,7 @@ def test_all_says_what_each_is_and_its_options(command: Command) -> None:
     shown = command("backends", "--device", "cpu", "--all")
     assert max(map(len, shown.out.splitlines())) <= 80
     said = " ".join(shown.out.split())
-    assert "options: min_tokens, skip_threshold, tail, dense_first_steps, dense_layers, sparsity, VSA_sparsity" in said
+    assert "options: min_tokens, tail, dense_first_steps, dense_layers, sparsity, VSA_sparsity" in said
     assert "where it runs (cuda, rocm): bf16 fp16; head sizes 8 to 256 by 8" in said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -59,14 +60,14 @@ def test_one_object_and_files(command: Command, tiny_wan_folder: Path, tmp_path:
 
 def test_ours_has_the_settings_of_generate(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "generate.json"
-    sparse = ("--attention-backend", "skip_softmax", "--attention-backend-config", "skip_threshold=0.5")
+    sparse = ("--attention-backend", "sol_attn", "--attention-backend-config", "top_k=0.5")
     flags = (*sparse, "--quantization", "fp8", "--cuda-graphs", "off", "--no-diffusers", "--repeats", "1", "-o", path)
     shown = command("bench", "generate", "shapes", *QUICK, *flags)
     assert shown.code == 0
     result = json.loads(path.read_text())
     assert result["settings"] == {
         "lora": [],
-        "attention_override": {"default": {"backend": "skip_softmax", "extra": {"skip_threshold": 0.5}}},
+        "attention_override": {"default": {"backend": "sol_attn", "extra": {"top_k": 0.5}}},
         "quantization": "fp8",
         "cuda_graphs": "off",
         "offload": "auto",
@@ -74,9 +75,23 @@ def test_ours_has_the_settings_of_generate(command: Command, tmp_path: Path) -> 
         "vae_decode": "exact",
     }
     (row,) = result["rows"]
-    assert any("weights below 0.5 skipped" in line for line in row["ran"])
+    assert any("sol_attn" in line for line in row["ran"])
     assert any(line.startswith("quantised linear layers: ") for line in row["ran"])
     assert "quantised linear layers: " in shown.out
+
+
+def test_what_a_plan_advises_is_measured_for_it(command: Command, tiny_wan_folder: Path) -> None:
+    same = ("--num-frames", "9", "--context-frames", "5", "--vae-decode", "fast")
+    planned = ("generate", "a star", "--model-path", tiny_wan_folder, *QUICK[:6], *QUICK[8:], *same, "--dry-run")
+    advice = command(*planned, "--json").json["items"][0]["expected_time"]["advice"]
+    words = shlex.split(advice.partition(", with")[0])
+    assert words[:3] == ["diffusion-runtime", "bench", "generate"]
+    assert {"request.context_frames=5", "runtime.vae_decode=fast"} <= set(words)
+    shown = command(*words[1:], "--device", "cpu", *QUICK[8:], "--repeats", "1")
+    assert shown.code == 0, shown.err
+    assert command(*planned, "--json").json["items"][0]["expected_time"]["advice"] == ""
+    refused = command("bench", "generate", "shapes", "--set", "request.seed=3")
+    assert (refused.code, "--set request.seed: a benchmark has one of its own" in refused.said) == (2, True)
 
 
 def test_a_preset_brings_its_lora_along(command: Command) -> None:

@@ -78,3 +78,35 @@ def test_what_cannot_be_finished_is_refused(command: Command, tiny_flags: tuple[
     assert (other.code, "it holds something else" in other.said) == (1, True)
     Path("clip.json").write_text(json.dumps({}))
     assert command("finish", "clip.json").code != 0
+
+
+def test_recipes_of_finished_files_are_those_of_whole_runs(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    """The dtype is `auto` where the user left it so; one that other values have begun says so when it is repeated."""
+    made = ("generate", "a star", *tiny_flags, *SAMPLER)
+    assert command(*made, "-o", "whole/").code == 0
+    assert command(*made, "-o", "draft/", "--save-latents", "--stop-after-step", "2").code == 0
+    assert command("finish", LATENTS, "-o", "done/", "--format", "npy").code == 0
+    whole, done = (json.loads(Path(name, "a-star-seed0.json").read_text())["recipe"] for name in ("whole", "done"))
+    assert done == whole
+    changed = ("--allow-changes", "--set", "request.guidance_scale=3.5", "-o", "changed/", "--format", "npy")
+    assert command("finish", LATENTS, *changed).code == 0
+    repeated = command("generate", "--from", "changed/a-star-seed0.npy", "--dry-run")
+    assert "its first 2 steps were made with other values (request.guidance_scale)" in repeated.err
+    assert (
+        "steps were made with other values"
+        not in command("generate", "--from", "done/a-star-seed0.npy", "--dry-run").err
+    )
+
+
+def test_resumed_files_without_latents_are_named(command: Command, tiny_flags: tuple[str, ...]) -> None:
+    made = ("generate", "a star", *tiny_flags, "--format", "npy", "-o", "out/", "--seed", "0-1")
+    assert command(*made).code == 0
+    again = command(*made, "--resume", "--save-latents")
+    assert again.code == 0
+    assert "--save-latents: out/a-star-seed0.npy and 1 more is done and has none beside it" in again.said
+    assert "generate --from out/a-star-seed0.npy --save-latents -o FOLDER/` makes both" in again.said
+    assert (
+        command("generate", "--from", "out/a-star-seed0.npy", "--save-latents", "-o", "both/", "--format", "npy").code
+        == 0
+    )
+    assert Path("both/a-star-seed0.latents.safetensors").exists()

@@ -12,7 +12,7 @@ from tables import table
 
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.cli.tables import attention_table, facts_table, plain_table
-from diffusion_runtime.report.attention_report import AttentionReport, GraphReplays, ProductRow, SkipRow, StepRow
+from diffusion_runtime.report.attention_report import AttentionReport, GraphReplays, ProductRow, StepRow
 
 
 def test_the_attention_table_at_80_columns_breaks_no_word() -> None:
@@ -100,13 +100,6 @@ def test_steps_of_a_step_cache_are_remarks(row: Any, expected: str) -> None:
     ("report", "expected"),
     [
         (
-            AttentionReport(skipped=(SkipRow("self", 3, 100, 12), SkipRow("self", 7, 100, 62))),
-            [
-                "self: softmax skipped for 37.0% of the pairs of query tiles and key pieces "
-                "(layer 3: 12.0%, layer 7: 62.0%)"
-            ],
-        ),
-        (
             AttentionReport(graphs=GraphReplays(12, 10, 1, 250_000_000, {"first passes": 2})),
             [
                 "cuda graphs: 20 of 24 forward passes replayed from a CUDA graph (1 graph held in 0.250 GB); "
@@ -125,7 +118,6 @@ def test_remarks_of_a_report_with_values_of_other_types() -> None:
         "products": [{"implementation": ["x"], "count": "many"}],
         "graphs": {"num_forwards": "x", "eager": [1]},
         "decoder_graphs": 7,
-        "skipped": [{"role": 1, "layer": "a", "num_visited": None}],
         "notes": "x",
     }
-    assert len(remarks_of([hostile])) == 3
+    assert len(remarks_of([hostile])) == 2

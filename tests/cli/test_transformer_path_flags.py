@@ -66,10 +66,12 @@ def test_info_says_what_a_file_of_weights_holds(command: Command, tmp_path: Path
     assert values["kinds"]["F8_E4M3"] == sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) - 1
     assert values["scales"] == f"{values['kinds']['F8_E4M3']} per tensor"
     shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
-    assert f"prefix diffusion_model. holds {unread} tensors 1" in shown
+    assert (
+        f"prefix diffusion_model. holds {unread} tensors 1 stored as F32 (1) prefix vae. names vae.conv.weight" in shown
+    )
     save_file({**stored, "logit_scale": torch.zeros(1)}, tmp_path / "a.safetensors")
     shown = " ".join(command("info", tmp_path / "a.safetensors").out.split())
-    assert "1 tensors, which --transformer-path leaves unread" in shown
+    assert "1 tensors, which --transformer-path leaves unread names logit_scale model of no published size" in shown
     save_file({name: each for name, each in given.items() if name != "proj_out.bias"}, tmp_path / "short.safetensors")
     refused = command("info", tmp_path / "short.safetensors", "--model-path", tiny_wan_folder)
     assert refused.code == 1

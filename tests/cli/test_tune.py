@@ -195,7 +195,11 @@ def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder:
     ("flags", "message"),
     [
         (("--methods", "vsa"), "--budget: expected what quality may cost"),
-        (("--budget", "psnr>=30"), "--methods: expected one sparse method"),
+        (("--budget", "psnr>=30", "--minutes", "0"), "--minutes: expected a number above 0"),
+        (("--budget", "psnr>=30", "--over", "step,cache"), "--over: unknown axis 'step'. Did you mean 'steps'?"),
+        (("--budget", "psnr>=30", "--over", "resolution"), "nothing is left to search: resolution: it makes another"),
+        (("--budget", "psnr>=30", "--over", "step-cache"), "step-cache: it has no choice on this machine for 2 steps"),
+        (("--budget", "psnr>=30", "--over", "steps", "--num-gpus", "2"), "one process"),
         (("--budget", "psnr>=30", "--methods", "svg2"), "no ladder of densities"),
         (("--budget", "accuracy>=dense-0.02", "--methods", "vsa"), "accuracy is known for prompts of the embedded"),
         (("--budget", "clip>=dense-1", "--methods", "vsa"), "give --clip-path FOLDER"),
@@ -261,13 +265,18 @@ def test_the_blocks_of_the_documentation(
     Path("prompts.txt").write_text("".join(f"a {word}\n" for word in ("cat", "dog", "cow", "hen", "fox", "owl")))
     lines = [line for block in blocks("sh") for line in block.replace("\\\n", " ").splitlines()]
     commands = [words[1:] for words in map(shlex.split, lines) if words[1:2] == ["tune"]]
-    assert [command(*words).code for words in commands] == [130, 130]
-    first, second = reached
+    monkeypatch.setattr("diffusion_runtime.tuning.tune_fastest.tune_fastest", seen)
+    assert [command(*words).code for words in commands] == [130] * 4
+    first, second, third, fourth = reached
     assert (first.num_measured, len(first.requests), first.budgets[0].metric) == (12, 24, "accuracy")
-    assert (second.num_measured, second.methods) == (4, ("video_sparse_attn", "sliding_tile_attn"))
+    assert (second.num_measured, len(second.requests), second.budgets[0].metric) == (4, 6, "psnr")
+    assert (third.num_measured, len(third.requests), third.budgets[0].metric) == (12, 24, "accuracy")
+    assert (fourth.num_measured, fourth.methods) == (4, ("video_sparse_attn", "sliding_tile_attn"))
     # The config, as `generate` reads it.
-    [text] = blocks("yaml")
-    Path("tuned.yaml").write_text(text)
+    for text in blocks("yaml"):
+        Path("tuned.yaml").write_text(text)
+        made = command("generate", "a red circle", "--config", "tuned.yaml", "--dry-run", "--device", "cpu")
+        assert made.code == 0, made.err
     planned = command("generate", "a red circle", "--config", "tuned.yaml", "--dry-run", "--device", "cpu", "--json")
     assert {each["backend"] for each in planned.json["attention"]} == {"torch_sdpa", "video_sparse_attn"}
     [code] = blocks("python")

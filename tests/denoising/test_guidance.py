@@ -8,6 +8,7 @@ from tables import table
 
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.guidance import extrapolate, rescaled, with_guidance
+from diffusion_runtime.denoising.guidance_terms import GuidanceTerms, PartScales, with_guidance_terms
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.request.generation_request import GUIDANCE_MODES
@@ -96,6 +97,28 @@ def test_a_scale_of_each_step_and_a_combination_of_the_models_own(mode: str) -> 
     branches.clear()
     assert guided(latents, StepInfo(1, 2)).item() == 29.0
     assert branches == (["both"] if mode == "batched" else ["cond", "uncond"])
+
+
+def test_pictures_and_sound_are_guided_in_some_steps() -> None:
+    """Each with its own scale in a step that has guidance; no pass of the negative prompt in another."""
+    ran: list[tuple[int, str]] = []
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        ran.append((step.index, step.branch))
+        return torch.full_like(latents, {"cond": 5.0, "uncond": 2.0}[step.branch])
+
+    def split(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return latents[:, :1], latents[:, 1:]
+
+    def join(video: torch.Tensor, audio: torch.Tensor) -> torch.Tensor:
+        return torch.cat([video, audio], dim=1)
+
+    terms = GuidanceTerms(PartScales(3.0, 0.0, 1.0, 0.0), PartScales(5.0, 0.0, 1.0, 0.0))
+    made = with_guidance_terms(predict, terms, split, join, "two_pass", is_active=lambda step: step.index == 0)
+    found = [made(torch.zeros(1, 2), StepInfo(index, 2, sigma=0.5)).tolist() for index in range(2)]
+    # 5 + (3 - 1) * 3 and 5 + (5 - 1) * 3.
+    assert found == [[[11.0, 17.0]], [[5.0, 5.0]]]
+    assert ran == [(0, "cond"), (0, "uncond"), (1, "cond")]
 
 
 def test_a_share_of_the_guided_velocity_gets_the_conditional_ones_deviation() -> None:

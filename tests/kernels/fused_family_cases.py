@@ -35,7 +35,7 @@ INTERPRETED = ("wan", "hunyuan_video", "ltx2")
 # Left to a GPU: blocks of hunyuan_video's kinds, or tokens that take the interpreter 7 s.
 ON_A_GPU = ("qwen_image", "hunyuan_video_15", "flux1", "flux2", "z_image")
 # Whose transformers take no latents without what comes of a file.
-OF_FILES = ("wan_animate_2", "seedvr2")
+OF_FILES = ("wan_animate_2", "scail_2", "seedvr2")
 REMAINING = tuple(family for family in WRITERS if family not in (*INTERPRETED, *ON_A_GPU, *OF_FILES))
 
 

@@ -108,7 +108,6 @@ def test_what_it_cannot_compute_is_refused() -> None:
         (plan, q[..., :64], {}, "takes a head size of 128, not 64"),
         (tile_plan(layout, TILE, heads=4, kv_heads=2), q, {}, "as many key heads as query heads"),
         (plan, q, {"return_lse": True}, "returns no log-sum-exp"),
-        (plan, q, {"skip_threshold": 0.1}, "skips no keys"),
         (tile_plan(text, TILE, heads=3, kv_heads=3), q, {}, "supports no text beside the grid"),
         (row_mask_plan(layout, TILE, heads=3, kv_heads=3), q, {}, "supports no row masks"),
         (cluster_plan(layout, heads=3, kv_heads=3), q, {}, "needs blocks that all heads share"),

@@ -45,7 +45,10 @@ from diffusion_runtime.models.qwen_image.config import QwenImageTransformerConfi
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image_21.config import QwenImage21TransformerConfig
 from diffusion_runtime.models.qwen_image_21.transformer import QwenImage21Transformer
+from diffusion_runtime.models.scail_2.config import Scail2Config
+from diffusion_runtime.models.scail_2.transformer import Scail2Transformer
 from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.wan_animate_2.config import WanAnimate2Config
 from diffusion_runtime.models.wan_animate_2.transformer import REFERENCE_ROLE as DRIVING_ROLE
@@ -53,6 +56,7 @@ from diffusion_runtime.models.wan_animate_2.transformer import WanAnimate2Transf
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.models.z_image.transformer import TEXT_ROLE, ZImageTransformer
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 WORLD = 2
@@ -184,6 +188,45 @@ def animate(mesh: ProcessMesh) -> torch.Tensor:
     return out
 
 
+def replace(mesh: ProcessMesh) -> torch.Tensor:
+    """A step of SCAIL-2: 3 frames of 4 x 6 tokens, a driving video of a quarter of them and two images."""
+    register_role(IMAGE_ROLE, "cross")
+    sizes = {"num_layers": 2, "num_heads": 2, "head_dim": 12, "ffn_dim": 24, "num_channels": CHANNELS}
+    config = Scail2Config(
+        **sizes,
+        text_dim=TEXT_DIM,
+        num_waves=12,
+        patch=(1, 2, 2),
+        norm_cross=True,
+        eps=1e-6,
+        condition_channels=4,
+        image_dim=20,
+        max_tokens=8,
+        mask_channels=28,
+    )
+    torch.manual_seed(0)
+    policy, geometry = AttentionPolicy(environment=None, mesh=mesh), LatentGeometry(CHANNELS, 8, 4, (1, 2, 2))
+    model = Scail2Transformer(config, geometry, policy).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape))
+    generator = torch.Generator().manual_seed(1)
+    latents, known = (torch.randn(2, channels, 3, 8, 12, generator=generator) for channels in (CHANNELS, CHANNELS + 4))
+    known[:, :4] = 0
+    further = (
+        torch.randn(2, CHANNELS + 28, 3, 4, 6, generator=generator),
+        torch.randn(2, CHANNELS + 28, 2, 8, 12, generator=generator),
+    )
+    image = ImageCondition(known, torch.randn(2, 5, 20, generator=generator), further=further)
+    text = Conditions.of(torch.randn(2, 8, TEXT_DIM, generator=generator), LENGTHS)
+    context = AttentionContext()
+    if mesh.sequence.size > 1:
+        context = dataclasses.replace(context, sharding=mesh.sharding)
+    request = GenerationRequest("-", character_mode="replace")
+    inputs = DenoiserInputs(text, ClipSize(64, 96, 9, 16), image=image, request=request)
+    out: torch.Tensor = model(latents, torch.tensor([900.0, 40.0]), inputs, context)
+    return out
+
+
 def minimax_h3(policy: AttentionPolicy) -> DiffusionTransformer:
     register_role(H3_TEXT_ROLE, "cross")
     sizes = {"num_waves": 8, "time_hidden_dim": 16, "time_dim": 12, "num_paces": 2, "theta": 1e4}
@@ -248,7 +291,16 @@ BUILDERS: dict[str, Callable[[AttentionPolicy], DiffusionTransformer]] = {
     "moss_image": moss_image,
 }
 # What a transformer does with its tokens is the same in a ring: text beside the grid, images to edit, a control.
-IN_A_RING = ("flux1", "z_image", "flux3 to edit", "qwen_image to edit", "wan_vace", "wan_animate_2", "minimax_h3")
+IN_A_RING = (
+    "flux1",
+    "z_image",
+    "flux3 to edit",
+    "qwen_image to edit",
+    "wan_vace",
+    "wan_animate_2",
+    "scail_2",
+    "minimax_h3",
+)
 CASES = {**{name: (build, ()) for name, build in BUILDERS.items()}, **IMAGES}
 # Away from the second text within attention, whose tokens are as long as tau allows on some and not on others.
 GUIDANCE = NormalizedGuidance(scale=4.0, tau=1.5, alpha=0.5, num_samples=1)
@@ -330,6 +382,8 @@ def work(rank: int, folder: Path, alone: dict[str, torch.Tensor]) -> None:
             measured[f"{name}, guided, of not"] = unguided
         together, expected = animate(mesh), alone["wan_animate_2"]
         measured[f"wan_animate_2, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
+        together, expected = replace(mesh), alone["scail_2"]
+        measured[f"scail_2, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
         together, expected = forward_with_references(mesh), alone["minimax_h3"]
         measured[f"minimax_h3, {kind}"] = float((together - expected).abs().max() / expected.abs().max())
     mesh = ProcessMesh.create(ulysses_degree=2, ring_degree=1, branch_degree=1, ring_inside=False)
@@ -345,7 +399,11 @@ def main() -> int:
     torch.set_num_threads(1)
     alone = {name: forward(build, ProcessMesh(), images) for name, (build, images) in CASES.items()}
     alone |= {f"{name}, guided": forward(CASES[name][0], ProcessMesh(), CASES[name][1], GUIDANCE) for name in GUIDED}
-    alone |= {"wan_animate_2": animate(ProcessMesh()), "fasth3": fasth3(ProcessMesh())}
+    alone |= {
+        "wan_animate_2": animate(ProcessMesh()),
+        "fasth3": fasth3(ProcessMesh()),
+        "scail_2": replace(ProcessMesh()),
+    }
     alone["minimax_h3"] = forward_with_references(ProcessMesh())
     return fork_ranks(lambda rank: work(rank, folder, alone), WORLD)
 

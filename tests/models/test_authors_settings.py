@@ -224,12 +224,12 @@ AUTHORS: dict[str, Authors] = {
         Authors(LTXV.format("ltxv-13b-0.9.8-distilled.yaml"), LTXV_DISTILLED),
     ),
 }
-# Nothing of these is in a program of their authors that could be read; of SeedVR2, whose requests name a video, what is
-# there is compared in tests/models/seedvr2.
+# Nothing of these is in a program of their authors that could be read; of SeedVR2 and SCAIL-2, whose requests name a
+# video, what is there is compared in tests/models/seedvr2 and tests/models/scail_2.
 UNREAD = {
     *("flux.2-klein-4b", "flux.2-klein-base-4b", "flux.2-klein-9b", "flux.2-klein-9b-kv", "flux.2-klein-base-9b"),
     *("qwen-image-2.1", "qwen-image-2.1-turbo", "hunyuan-video-i2v-33ch", "ltx-2.5", "minimax-h3", "minimax-h3-ref2va"),
-    *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled"),
+    *("wan2.2-animate-2-14b", "wan2.2-animate-2-14b-distilled", "scail-2-14b"),
     *("seedvr2-3b", "seedvr2-7b", "fasth3-4-step", "fasth3-8-step"),
 }
 # What runs by name and is not the authors': each has a reason on the page.

@@ -70,7 +70,7 @@ def save_parts_again(folder: Path, target: Path, dtype: torch.dtype, **how: Any)
 # Files are found and read alike in every family; these have one encoder of text and two, and sound.
 SHARDED = ("wan", "flux1", "hunyuan_video_15", "ltx2")
 # Of pipelines that diffusers does not have, and so does not save.
-NOT_SAVED = ("wan_animate_2", "anima", "moss_image", "seedvr2")
+NOT_SAVED = ("wan_animate_2", "anima", "moss_image", "seedvr2", "scail_2")
 
 
 @pytest.mark.parametrize(

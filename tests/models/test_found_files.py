@@ -403,6 +403,9 @@ def test_loras_are_found_by_name(file: Path, settings: Path, wan: Path, monkeypa
 def test_options_of_the_search_are_for_a_file(options: dict[str, Any], wan: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(options))}: for a model that is one file"):
         with_found_files(RuntimeConfig(str(wan), **options))
+    # Of a name that was typed wrong, that it is not there.
+    with pytest.raises(ModelLoadError, match=r"there is no file nowhere\.safetensors"):
+        with_found_files(RuntimeConfig("nowhere.safetensors", **options))
 
 
 def test_experts_are_told_by_their_names(wan: Path, tmp_path: Path) -> None:
@@ -452,17 +455,31 @@ ANIMATE_2 = '{"transformer": {"model_type": "animate2"}}'
         ("z-image", "z_image_turbo_bf16", {"modelspec.title": "Z-Image"}, "z-image", "metadata"),
         ("wan2.1-1.3b", "z_image_turbo_bf16", {}, "wan2.1-1.3b", "tensors"),
         ("krea-2-raw", "krea2_turbo_fp8_scaled", {}, "krea-2-turbo", "name"),
+        ("minimax-h3", "fasth3-4step-bf16", {}, "fasth3-4-step", "name"),
         ("wan2.2-animate-2-14b", "wan_2", {"config": ANIMATE_2}, "wan2.2-animate-2-14b", "metadata"),
+        ("scail-2-14b", "wan2.1_14B_SCAIL_2_fp16", {}, "scail-2-14b", "tensors"),
     ],
 )
 def test_a_published_model_is_recognised(
-    model: str, name: str, metadata: dict[str, str], expected: str, told_by: str, tmp_path: Path
+    model: str,
+    name: str,
+    metadata: dict[str, str],
+    expected: str,
+    told_by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     file = write_transformer_file(tmp_path / f"{name}.safetensors", model, metadata, by_authors="config" in metadata)
-    recognised = recognise_transformer(file)
+    # A choice that cannot run here is that of a run, and says nothing of a file.
+    with monkeypatch.context() as patch, caplog.at_level("INFO"):
+        caplog.clear()
+        patch.setenv("DIFFUSION_ATTENTION_BACKEND", "aiter")
+        recognised = recognise_transformer(file)
     assert recognised is not None
     assert (recognised.name, recognised.told_by) == (expected, told_by)
     assert expected not in recognised.others
+    assert "attention backend" not in caplog.text
 
 
 def test_a_file_that_may_be_of_a_model_without_an_entry_is_asked_for(

@@ -12,6 +12,7 @@ import fp8_files
 import pytest
 import torch
 from fp8_files import Fp8File
+from lora_kinds import of_every_kind
 from safetensors.torch import load_file, save_file
 from tables import table
 from tiny_families import WRITERS, small_request
@@ -128,8 +129,8 @@ def test_loras_are_merged_and_can_be_switched(folders: Callable[[str], Path], tm
     folder = write_fp8(tmp_path / "fp8", source, file)
     changed = "blocks.0.attn1.to_k"
     dim = file.meant[f"{changed}.weight"].shape[0]
-    down, up = torch.randn(2, dim), torch.randn(dim, 2)
-    lora = {f"transformer.{changed}.lora_A.weight": down, f"transformer.{changed}.lora_B.weight": up}
+    other, out = "blocks.0.attn1.to_v", "blocks.0.attn1.to_out.0"
+    lora, added = of_every_kind((changed, other, out), dim)
     save_file(lora, tmp_path / "style.safetensors")
     fresh = load_pipeline(folder, device="cpu", lora=[str(tmp_path / "style.safetensors")])
     switched = load_pipeline(folder, device="cpu")
@@ -138,8 +139,12 @@ def test_loras_are_merged_and_can_be_switched(folders: Callable[[str], Path], tm
     for name, value in fresh.transformer.state_dict().items():
         assert torch.equal(value.float(), switched.transformer.state_dict()[name].float()), name
     layer = eight_bit_layers(switched)["blocks.0.self_attention.qkv"]
-    expected = quantize_rows(file.meant[f"{changed}.weight"] + up @ down)
-    assert torch.equal(layer.weight[dim : 2 * dim].float(), expected.values.float())
+    for rows, name in ((layer.weight[dim : 2 * dim], changed), (layer.weight[2 * dim :], other)):
+        expected = quantize_rows(file.meant[f"{name}.weight"] + added[name])
+        assert torch.allclose(rows.float(), expected.values.float(), rtol=0.07), name
+    expected = quantize_rows(file.meant[f"{out}.weight"] + added[out])
+    found = eight_bit_layers(switched)["blocks.0.self_attention.out"].weight
+    assert torch.equal(found.float(), expected.values.float())
     stored = file.stored["blocks.0.attn1.to_q.weight"]
     assert torch.equal(layer.weight[:dim].float(), stored.float())
     switched.set_loras([])

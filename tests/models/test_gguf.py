@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from gguf_files import head, tensor, text, write_gguf
+from lora_kinds import of_every_kind
 from offloaded_pipelines import StrictTransfers, load_offloaded, planned
 from original_names import flux1_as_authors
 from safetensors.torch import load_file, save_file
@@ -88,9 +89,9 @@ def test_loras_are_merged_and_can_be_switched(flux1: Path, tmp_path: Path) -> No
     """Rows that a LoRA changes are held in the model's dtype, and as blocks again without it."""
     tensors = load_file(flux1 / WEIGHTS)
     meant = write_gguf(tmp_path / "a.gguf", tensors, lambda _: "Q4_0")
-    changed = "transformer_blocks.0.attn.to_k"
-    down, up = torch.randn(2, 32), torch.randn(32, 2)
-    lora = {f"transformer.{changed}.lora_A.weight": down, f"transformer.{changed}.lora_B.weight": up}
+    q, k, v = (f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
+    out = "transformer_blocks.0.attn.to_out.0"
+    lora, added = of_every_kind((k, v, out), 32)
     save_file(lora, tmp_path / "style.safetensors")
     given = {"device": "cpu", "transformer_path": str(tmp_path / "a.gguf")}
     fresh = load_pipeline(str(flux1), lora=[str(tmp_path / "style.safetensors")], **given)
@@ -100,9 +101,11 @@ def test_loras_are_merged_and_can_be_switched(flux1: Path, tmp_path: Path) -> No
     assert_same(dict(switched.transformer.state_dict()), dict(fresh.transformer.state_dict()))
     layer = gguf_layers(switched)["double_blocks.0.joint_attention.qkv"]
     assert layer.formats == "GGUF Q4_0 and F32"
-    expected = [meant[f"transformer_blocks.0.attn.{name}.weight"] for name in ("to_q", "to_k", "to_v")]
-    expected[1] = expected[1] + up @ down
-    assert torch.equal(layer.numbers(torch.float32), torch.cat(expected))
+    expected = [meant[f"{name}.weight"] + added.get(name, 0) for name in (q, k, v)]
+    assert torch.allclose(layer.numbers(torch.float32), torch.cat(expected), rtol=1e-6, atol=1e-6)
+    layer = gguf_layers(switched)["double_blocks.0.joint_attention.out"]
+    expected = [meant[f"{out}.weight"] + added[out]]
+    assert torch.allclose(layer.numbers(torch.float32), torch.cat(expected), rtol=1e-6, atol=1e-6)
     switched.set_loras([])
     assert_same(dict(switched.transformer.state_dict()), before)
 

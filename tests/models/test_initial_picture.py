@@ -27,14 +27,14 @@ from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_p
 from diffusion_runtime.denoising.initial_latents import InitialLatents
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.generation.initial_picture import initial_latents, latent_mask
-from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request.strength import steps_that_run
 
 PLAIN_WAN = "wan with a plain vae"
 LoadTiny = Callable[[str], Pipeline]
 # They make sound, restore a video or move a character: from noise alone.
-FROM_NOISE_ALONE = ("ltx2", "minimax_h3", "seedvr2", "wan_animate_2")
+FROM_NOISE_ALONE = ("ltx2", "minimax_h3", "seedvr2", "wan_animate_2", "scail_2")
 
 
 @pytest.fixture(scope="module")
@@ -277,3 +277,9 @@ def test_a_mask_of_latents(shapes: Pipeline) -> None:
     white = torch.zeros(1 + factor, 2 * side, 2 * side, dtype=torch.bool)
     white[2, 0, side] = white[0, 1, 0] = True
     assert latent_mask(white, geometry)[0, 0].tolist() == [[[False] * 2] * 2, [[False, True], [False, False]]]
+
+
+def test_a_strength_without_pictures_to_start_from_is_refused_at_once(tmp_path: Path) -> None:
+    rules = inspect_pipeline(RuntimeConfig(str(WRITERS["ltx2"](tmp_path / "model")), device="cpu")).rules
+    with pytest.raises(RequestError, match="strength: this model starts from noise alone, as it makes sound"):
+        rules.resolve(GenerationRequest("a star", strength=0.5))

@@ -32,6 +32,7 @@ OTHERS = (
     "anima",
     "moss_image",
     "seedvr2",
+    "scail_2",
 )
 FAMILIES = tuple(family for family in WRITERS if family not in OTHERS)
 
@@ -116,7 +117,7 @@ def test_merged_at_load_equals_diffusers(
     assert relative(found, expected) < 1e-5
 
 
-@table("family", ("wan_animate_2", "seedvr2"))
+@table("family", ("wan_animate_2", "scail_2", "seedvr2"))
 def test_a_lora_is_merged_into_every_linear_map(
     family: str, tiny_folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -145,3 +146,47 @@ def test_a_lora_is_merged_into_every_linear_map(
         torch.testing.assert_close(found.transformer.state_dict()[name], tensor, atol=1e-5, rtol=1e-5)
         changed += not torch.equal(tensor, plain[name])
     assert changed >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WRITERS)
+def test_loha_and_lokr_change_every_linear_map_of_every_family(family: str, tmp_path: Path) -> None:
+    """As the differences do that they stand for, computed here in float64."""
+    folder = WRITERS[family](tmp_path / "model")
+    generator = torch.Generator().manual_seed(0)
+    files: list[dict[str, torch.Tensor]] = [{}, {}]
+    weights = {
+        name: tensor
+        for path in sorted((folder / "transformer").glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+        if tensor.dim() == 2 and name.endswith(".weight") and tensor.dtype.is_floating_point
+    }
+    for number, (name, weight) in enumerate(sorted(weights.items())):
+        key, (rows, columns) = f"transformer.{name.removesuffix('.weight')}", weight.shape
+        if number % 2:
+            first, second = (torch.randn(sizes, generator=generator) for sizes in ((2, 1), (rows // 2, columns)))
+            if rows % 2:
+                continue
+            parts, made = {"lokr_w1": first, "lokr_w2": second}, torch.kron(first.double(), second.double())
+        else:
+            shapes = {"w1_a": (rows, RANK), "w1_b": (RANK, columns), "w2_a": (rows, RANK), "w2_b": (RANK, columns)}
+            halves = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+            a, b, c, d = (half.double() for half in halves.values())
+            parts, made = {f"hada_{name}": half for name, half in halves.items()}, (a @ b) * (c @ d)
+        files[0] |= {
+            f"{key}.{part}": 0.1 * tensor if part in ("hada_w1_a", "lokr_w1") else tensor
+            for part, tensor in parts.items()
+        }
+        files[1][f"{key}.diff"] = (0.1 * made).float()
+    states = []
+    for index, tensors in enumerate(files):
+        save_file(tensors, tmp_path / f"{index}.safetensors")
+        pipeline = load_pipeline(
+            str(folder), device="cpu", dtype="float32", lora=[str(tmp_path / f"{index}.safetensors")]
+        )
+        states.append(pipeline.transformer.state_dict())
+    plain = load_pipeline(str(folder), device="cpu", dtype="float32").transformer.state_dict()
+    changed = [name for name, value in plain.items() if not torch.equal(value, states[0][name])]
+    assert changed
+    for name, value in states[0].items():
+        assert torch.allclose(value, states[1][name], rtol=1e-6, atol=1e-6), name

@@ -171,7 +171,7 @@ def test_blocks_read_from_their_files_make_the_same_frames(family: str, whole_of
         assert all(bool(each.isnan().all()) for each in waiting)
     assert any("read from its files" in note for note in media.attention_report.notes)
     # The encoder of a clip in segments is planned anew, and whole.
-    part = "transformer" if family in ("seedvr2", "wan_animate_2") else "text_encoder"
+    part = "transformer" if family in ("seedvr2", "wan_animate_2", "scail_2") else "text_encoder"
     assert any(
         re.match(rf"offload: {part}: \d+ of \d+ blocks streamed from files, ", note)
         for note in media.attention_report.notes

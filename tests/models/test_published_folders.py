@@ -85,6 +85,7 @@ NUM_PARAMETERS = {
     "Z-Image": 6_154_908_736,
     **dict.fromkeys(("Krea-2-Turbo", "Krea-2-Raw"), 12_820_073_036),
     # Of the 7B model without what its last block has of the text behind its attention, which nothing reads.
+    "SCAIL-2": 16_395_544_384,
     "SeedVR2-3B": 3_391_475_776,
     "SeedVR2-7B": 8_154_654_784,
 }

@@ -25,6 +25,7 @@ from tiny_ltx_video import write_tiny_ltx_video
 from tiny_models import write_tiny_wan
 from tiny_moss_image import write_tiny_moss_image
 from tiny_qwen_image import write_tiny_qwen_image
+from tiny_scail_2 import write_tiny_scail_2
 from tiny_seedvr2 import write_tiny_seedvr2
 from tiny_wan_animate_2 import write_tiny_wan_animate_2
 from tiny_z_image import write_tiny_z_image
@@ -78,6 +79,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, caches_references=True),
     "flux.3-image-klein": partial(write_tiny_flux3, flow_map=True),
     "wan2.2-animate-2-14b-distilled": partial(write_tiny_wan_animate_2, distilled=True),
+    "scail-2-14b": write_tiny_scail_2,
     "seedvr2-3b": write_tiny_seedvr2,
     "seedvr2-7b": partial(write_tiny_seedvr2, is_large=True),
     **dict.fromkeys(("moss-image-sft", "moss-image-base"), partial(write_tiny_moss_image, num_layers=23)),
@@ -175,7 +177,7 @@ def test_a_name_stands_for_the_hub_id_with_its_settings(
 def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tmp_path: Path) -> None:
     """By the rule of the published folders: 16 or 32 pixels, and frames by the autoencoder's factor."""
     content = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
-    multiple = 32 if name == "wan2.2-ti2v-5b" or name.startswith("ltx") else 16
+    multiple = 32 if name in ("wan2.2-ti2v-5b", "scail-2-14b") or name.startswith("ltx") else 16
     rules = inspect_pipeline(
         RuntimeConfig(str((KINDS.get(name) or WRITERS[MODELS[name].family])(tmp_path / "m")))
     ).rules
@@ -190,8 +192,15 @@ def test_sizes_and_presets_are_some_that_the_published_model_makes(name: str, tm
         assert follows or request.height is not None
         image = tmp_path / "image.png"
         Image.new("RGB", (request.width or 640, request.height or 480), "white").save(image)
-        numpy.save(tmp_path / "video.npy", numpy.zeros((request.num_frames or 1, 8, 8, 3), dtype=numpy.uint8))
+        video = numpy.zeros((request.num_frames or 1, 8, 8, 3), dtype=numpy.uint8)
+        numpy.save(tmp_path / "video.npy", video)
+        files = {"video_path": tmp_path / "video.npy"}
+        if "image_mask_path" in rules.inputs.needed:
+            # In the colours of characters.
+            numpy.save(tmp_path / "mask.npy", video + numpy.array((0, 0, 255), dtype=numpy.uint8))
+            Image.new("RGB", (request.width or 640, request.height or 480), "blue").save(tmp_path / "mask.png")
+            files |= {"mask_path": tmp_path / "mask.npy", "image_mask_path": tmp_path / "mask.png"}
         wanted = {"image_path"} if restores else rules.inputs.needed
-        needed = {name: tmp_path / ("video.npy" if name == "video_path" else image) for name in wanted}
+        needed = {name: files.get(name, image) for name in wanted}
         resolved = rules.resolve(dataclasses.replace(request, **{name: str(path) for name, path in needed.items()}))
         assert resolved.height % multiple == resolved.width % multiple == 0

@@ -47,6 +47,7 @@ SCHEDULERS = {
     "ltx_video": SchedulerConfig(EULER, {"shift": 1.0}),
     "hunyuan_video": SchedulerConfig(EULER, {"shift": 17.0}),
     "hunyuan_video_15": SchedulerConfig(EULER, {"shift": 5.0}),
+    "scail_2": SchedulerConfig(UNIPC, {"flow_shift": 3.0}),
     "minimax_h3": SchedulerConfig("MiniMaxH3Scheduler", {"shift": 12.0}),
 }
 
@@ -98,6 +99,8 @@ TABLE: dict[tuple[str, str], tuple[str, list[float]]] = {
     ("hunyuan_video_15", "step-distill-12"): ("flow_match_euler", even(12, 7.0)),
     ("hunyuan_video_15", "step-distill-4"): ("flow_match_euler", even(4, 7.0)),
     ("hunyuan_video_15", "distill-4"): ("flow_match_euler", LIGHTX2V),
+    # UniPC's levels begin just below 1, and would end at 1 of 1,000.
+    ("scail_2", "distill-8"): ("unipc", [1 - 1e-6, *(1 - index * 0.999 / 8 for index in range(1, 8))]),
     ("minimax_h3", "minimax-turbo-8"): ("flow_match_euler", even(8, 6.0)),
     ("minimax_h3", "minimax-turbo-4"): ("flow_match_euler", even(4, 6.0)),
     ("minimax_h3", "fasth3-4"): ("flow_match_euler", [12 * t / (1 + 11 * t) for t in (0.999, 0.749, 0.5, 0.25)]),
@@ -155,7 +158,9 @@ def test_noise_levels_are_those_of_the_table(key: tuple[str, str]) -> None:
     steps = steps_of(rules, request)
     assert [step.sigma for step in steps] == pytest.approx(sigmas, abs=1e-6)
     # float32 timesteps of diffusers' schedulers.
-    assert [step.timestep for step in steps] == pytest.approx([1000 * sigma for sigma in sigmas], abs=1e-3)
+    # Those of UniPC are whole numbers.
+    times = [math.floor(1000 * sigma) if sampler == "unipc" else 1000 * sigma for sigma in sigmas]
+    assert [step.timestep for step in steps] == pytest.approx(times, abs=1e-3)
     assert [step.next_timestep for step in steps] == [*(step.timestep for step in steps[1:]), 0.0]
     if key[1] == "self-forcing-8":
         # Its other value is of a key-value cache, which these rules have none of: test_causal.py has a folder with one.

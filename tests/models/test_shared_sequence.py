@@ -31,6 +31,7 @@ NAMES = [
     "moss_image",
     "wan_vace",
     "wan_animate_2",
+    "scail_2",
     "minimax_h3",
 ]
 

@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from comfy_files import WRITERS, Tensors, mark_of, quantised
+from lora_kinds import of_every_kind
 from offloaded_pipelines import StrictTransfers, planned
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -172,21 +173,41 @@ def test_layers_stay_as_they_are_stored(
 
 
 def test_loras_are_merged_and_can_be_switched(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    folder, changed = folder_of("flux1"), "transformer_blocks.0.attn.to_k"
-    lora = {
-        f"transformer.{changed}.lora_A.weight": torch.randn(2, 32),
-        f"transformer.{changed}.lora_B.weight": torch.randn(32, 2),
-    }
+    folder, block = folder_of("flux1"), "transformer_blocks.0.attn"
+    qkv = "double_blocks.0.joint_attention.qkv.weight"
+    lora, added = of_every_kind([f"{block}.to_{part}" for part in "qkv"], 32)
     save_file(lora, tmp_path / "style.safetensors")
     for name in ("nvfp4", "int8 ConvRot 16"):
         path, _ = write_both(folder, tmp_path, WRITERS[name])
         fresh, switched = load(folder, path, lora=[str(tmp_path / "style.safetensors")]), load(folder, path)
         before = {each: value.clone() for each, value in switched.transformer.state_dict().items()}
+        without = held_numbers(switched)[qkv]
         switched.set_loras([str(tmp_path / "style.safetensors")])
+        # Merged rows are numbers of the model's dtype again, or the format's own.
+        apart = held_numbers(switched)[qkv] - without - torch.cat(list(added.values()))
+        assert float(apart.abs().max()) < 0.02 * float(without.abs().max() + 8), name
         for loras, wanted in (([], before), ([str(tmp_path / "style.safetensors")], fresh.transformer.state_dict())):
             switched.set_loras(loras)
             for each, value in switched.transformer.state_dict().items():
                 assert torch.equal(value, wanted[each]), (name, each)
+
+
+def test_a_lora_adds_to_the_numbers_of_every_format(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Exactly where the rows become plain numbers; 8-bit rows are quantised again."""
+    folder, changed = folder_of("flux1"), "transformer_blocks.0.ff.net.2"
+    random = torch.Generator().manual_seed(0)
+    down, up = torch.randn(2, 128, generator=random), torch.randn(32, 2, generator=random)
+    lora = {f"transformer.{changed}.lora_A.weight": down, f"transformer.{changed}.lora_B.weight": up}
+    save_file(lora, tmp_path / "style.safetensors")
+    tensors, wrong = load_file(folder / WEIGHTS), {}
+    for name in ("int8, a scale per row", "int8 ConvRot 64", "mxfp8", "convrot_w4a4", "svdquant_w4a4", "awq_w4a16"):
+        stored, meant = quantised(tensors, WRITERS[name], f"{changed}.weight".__eq__)
+        save_file(stored, tmp_path / "a.safetensors")
+        pipeline = load(folder, str(tmp_path / "a.safetensors"), lora=[str(tmp_path / "style.safetensors")])
+        expected = meant[f"{changed}.weight"] + up @ down
+        off = held_numbers(pipeline)["double_blocks.0.feed_forward.down.weight"] - expected
+        wrong[name] = float(off.abs().max() / expected.abs().max())
+    assert {name for name, error in wrong.items() if error > (1e-2 if "int8" in name else 1e-6)} == set(), wrong
 
 
 @pytest.mark.slow
@@ -248,6 +269,29 @@ def test_int8_by_flag_is_what_a_file_has(folder_of: Callable[[str], Path], monke
         assert str(described).startswith(f"int8: {len(layers)} of ")
         ignoring = load(folder, quantization="int8", quantization_ignored_layers=[next(iter(layers))])
         assert eight_bit_layers(ignoring.transformer).keys() == layers.keys() - {next(iter(layers))}
+
+
+def test_int8_by_flag_is_bit_for_bit_its_file(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """A file of what the flag's own rounding gives each tensor, apart from the fused weights that read it."""
+    for family in ("wan", "flux1"):
+        folder = folder_of(family)
+        tensors, stored = load_file(folder / WEIGHTS), {}
+        takes = takes_blocks(tensors, 16)
+        for name, tensor in tensors.items():
+            stored[name] = tensor
+            if takes(name):
+                group = max(size for size in (16, 64, 256) if tensor.shape[1] % size == 0)
+                rows, layer = api.quantize_rows(tensor, group), name.removesuffix("weight")
+                stored |= {name: rows.values, f"{layer}weight_scale": rows.scales}
+                mark = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group}
+                stored[f"{layer}comfy_quant"] = mark_of(mark)
+        save_file(stored, tmp_path / "a.safetensors")
+        online = eight_bit_layers(load(folder, quantization="int8").transformer)
+        of_file = eight_bit_layers(load(folder, str(tmp_path / "a.safetensors")).transformer)
+        assert online
+        for name, layer in online.items():
+            assert torch.equal(layer.weight, of_file[name].weight), name
+            assert torch.equal(layer.weight_scale, of_file[name].weight_scale), name
 
 
 def test_products_in_int8_are_near_those_of_the_weights(
@@ -362,6 +406,11 @@ NESTED = torch.tensor(list(b"[" * 3000), dtype=torch.uint8)
             "int8 ConvRot 16",
             put("lost.weight_scale", torch.ones(())),
             "lost.weight_scale is a scale, and lost.weight is missing",
+        ),
+        (
+            "int8 ConvRot 16",
+            put(f"{LAYER}.weight_scale.comfy_quant", mark_of({"format": "nvfp4"})),
+            rf"{LAYER}.weight_scale.comfy_quant is the mark of a layer, and {LAYER}.weight_scale.weight is missing",
         ),
         (
             "int8 ConvRot 16",
@@ -512,3 +561,25 @@ def test_text_encoders_are_dequantised_as_they_are_read(folder_of: Callable[[str
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
         assert "dequantised at load: " in found.text_encoder.implementation
         assert "dequantised" not in expected.text_encoder.implementation
+
+
+def test_ltx2s_connectors_are_dequantised_as_they_are_read(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """They lie in files of transformers and text encoders, which are in these formats."""
+    folder = folder_of("ltx2")
+    tensors = load_file(next((folder / "connectors").glob("*.safetensors")))
+
+    def takes(name: str) -> bool:
+        return tensors[name].dim() == 2 and name.endswith("weight") and tensors[name].shape[1] % 16 == 0
+
+    def states(content: Tensors) -> torch.Tensor:
+        save_file(content, tmp_path / "a.safetensors")
+        encoder = load(folder, connectors_path=str(tmp_path / "a.safetensors")).text_encoder
+        embeddings: torch.Tensor = encoder.encode(["a red star"]).embeddings
+        return embeddings
+
+    for name in ("int8 ConvRot 16", "nvfp4"):
+        stored, meant = quantised(tensors, WRITERS[name], takes)
+        torch.testing.assert_close(states(stored), states(meant), rtol=1e-4, atol=1e-5)
+    scale = next(each for each in stored if each.endswith("weight_scale_2"))
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(scale)} holds nan; expected positive numbers"):
+        states({**stored, scale: torch.tensor(torch.nan)})

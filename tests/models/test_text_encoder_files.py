@@ -23,8 +23,8 @@ from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.plan import MACHINE, MemoryDemand, MemoryPlan, PartSize, make_plan
 from diffusion_runtime.memory.waiting_weights import is_waiting, let_wait
 from diffusion_runtime.memory.weight_unit import aligned
+from diffusion_runtime.models.matched_tensors import matched_tensors
 from diffusion_runtime.models.random_weights import draw_weight
-from diffusion_runtime.models.text_encoder_files import matched_tensors
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.text_encoders.encoder_size import layers_of
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -178,7 +178,9 @@ def test_an_encoder_that_cannot_be_read_by_blocks_is_whole_and_the_plan_says_why
     demand = text_alone(prepared)
     tight = make_plan(demand, ["layers"], demand.text_activations * 2 + demand.text.total - 1, kind=MACHINE)
     tight = dataclasses.replace(tight, resident={"text_encoder": 0})
-    with pytest.raises(ModelLoadError, match=f"cannot be read by blocks: nothing tells its tensors .*{name}"):
+    with pytest.raises(
+        ModelLoadError, match=f"cannot be read by blocks: .*{name}, other.{name} may each be its {name}"
+    ):
         loaded(prepared, tight)
     with caplog.at_level(logging.WARNING, "diffusion_runtime"):
         pipeline = loaded(prepared_for(folder), make_plan(demand, ["layers"], 10**9, kind=MACHINE))
@@ -193,8 +195,20 @@ def test_what_modules_share_is_read_once_and_one_number_stands_for_what_waits() 
     let_wait(module, torch.bfloat16)
     assert module["head"].weight is module["embed_tokens"].weight
     assert (live_bytes([module]), module["head"].weight.dtype, is_waiting(module)) == (2, torch.bfloat16, True)
-    found, missing = matched_tensors(module, {"x.shared.weight": (5, 3), "x.norm.weight": (5, 3)})
-    assert (found, missing) == (dict.fromkeys(("embed_tokens.weight", "head.weight"), "x.shared.weight"), [])
+    found, lacks = matched_tensors(module, {"x.shared.weight": (5, 3), "x.norm.weight": (5, 3)})
+    assert (found, lacks) == (dict.fromkeys(("embed_tokens.weight", "head.weight"), "x.shared.weight"), {})
+
+
+def test_a_tensor_is_that_of_one_parameter() -> None:
+    """Of two layers with one name but for their numbers, of which the file has one or has one twice."""
+    module = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])})
+    first, second = "layers.0.weight", "layers.1.weight"
+    for shapes, found, lacks in (
+        ({f"x.{first}": (2, 2), f"x.{second}": (2, 2)}, {first: f"x.{first}", second: f"x.{second}"}, {}),
+        ({f"x.{first}": (2, 2)}, {first: f"x.{first}"}, {second: []}),
+        ({f"x.{first}": (2, 2), f"y.{first}": (2, 2)}, {}, {first: [f"x.{first}", f"y.{first}"], second: []}),
+    ):
+        assert matched_tensors(module, shapes) == (found, lacks)
 
 
 def wide_t5(tiny: Path, folder: Path) -> Path:

@@ -21,6 +21,7 @@ from diffusion_runtime import Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionContext, StepInfo
 from diffusion_runtime.kernels.modulated_norm.api import Branch, modulated_norm
 from diffusion_runtime.layers import modulation
+from diffusion_runtime.models.interface import ImageCondition
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 
 # What importing diffusers' pipelines says about packages that are not here, and about guiders.
@@ -111,10 +112,16 @@ def test_a_batch_equals_its_samples_and_inputs_stay(pipeline_of: Callable[[str],
     assert torch.equal(inputs.text.embeddings, before[1])
     for index in range(2):
         part = slice(index, index + 1)
-        image = inputs.image and dataclasses.replace(inputs.image, latents=inputs.image.latents[part])
+        image = None if inputs.image is None else of_samples(inputs.image, part)
         alone = dataclasses.replace(inputs, text=inputs.text.take([index]), image=image)
         found = pipeline.transformer(latents[part], timestep[part], alone, AttentionContext())
         assert relative(together[part], found) < 1e-5
+
+
+def of_samples(image: ImageCondition, part: slice) -> ImageCondition:
+    tokens = None if image.embeddings is None else image.embeddings[part]
+    further = tuple(each[part] for each in image.further)
+    return dataclasses.replace(image, latents=image.latents[part], embeddings=tokens, further=further)
 
 
 # The driving video of Wan-Animate 2 has one text a request, which `flipped` changes with the prompt.

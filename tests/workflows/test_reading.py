@@ -13,6 +13,7 @@ import pytest
 from tables import table
 from workflows.comfy_graphs import api_format, node, with_subgraph, z_image
 
+from diffusion_runtime.workflows import reading
 from diffusion_runtime.workflows.arithmetic import evaluate
 from diffusion_runtime.workflows.evaluation import Evaluation
 from diffusion_runtime.workflows.graph import Link, WorkflowError
@@ -48,6 +49,48 @@ def test_every_container_has_the_same_graph(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(containers()[name])
     assert read_workflow(str(path)) == graph_of_document(z_image())
+
+
+def test_places_that_only_look_like_a_workflow_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A film in which the word stands over and over before brackets that never close, and a workflow behind it."""
+    looked_at: list[int] = []
+    real = reading._object_at
+
+    def counted(content: bytes, start: int, most: int) -> tuple[bytes | None, int]:
+        found = real(content, start, most)
+        looked_at.append(found[1])
+        return found
+
+    monkeypatch.setattr(reading, "_object_at", counted)
+    head = b"\0\0\0\x18ftypisom" + b"\0" * 12
+    place = tmp_path / "film.mp4"
+    own = b"workflow" + json.dumps(z_image()).encode()
+    place.write_bytes(head + b"workflow{" * 3 + own)
+    monkeypatch.setattr(reading, "_MAX_MARKS", 16_000)
+    assert len(read_workflow(str(place)).nodes) == len(graph_of_document(z_image()).nodes)
+    looked_at.clear()
+    place.write_bytes(head + b"workflow{{" * 60 + b'x"y{' * 3000)
+    with pytest.raises(WorkflowError, match="this file holds no workflow"):
+        read_workflow(str(place))
+    assert len(looked_at) <= 16
+    assert sum(looked_at) <= 16_000
+
+
+def test_other_texts_of_a_picture_are_not_inflated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inflated: list[int] = []
+    real = reading._inflated
+    monkeypatch.setattr(reading, "_inflated", lambda data: (inflated.append(len(data)), real(data))[1])
+
+    def chunk(key: bytes, text: bytes) -> bytes:
+        data = key + b"\0\0" + zlib.compress(text)
+        return struct.pack(">I4s", len(data), b"zTXt") + data + b"\0" * 4
+
+    text = json.dumps(z_image()).encode()
+    place = tmp_path / "a.png"
+    others = b"".join(chunk(b"k%d" % index, b" " * 1000) for index in range(9))
+    place.write_bytes(b"\x89PNG\r\n\x1a\n" + others + chunk(b"workflow", text) + chunk(b"workflow", b"{}") * 9)
+    assert read_workflow(str(place)).nodes
+    assert len(inflated) == 1
 
 
 def test_widgets_have_the_names_of_their_class() -> None:

@@ -93,7 +93,6 @@ def test_samplers_and_schedules(changes: dict[str, Any], expected: dict[str, Any
     [
         ({"sampler_name": "heun"}, "8", "sampler heun"),
         ({"scheduler": "karras"}, "8", "scheduler: karras"),
-        ({"cfg": 4}, "5", "zeros in place of an encoded negative prompt"),
         ({"denoise": 0.5}, "8", "noise level of 0.75"),
         ({"steps": 0}, "8", "steps: expected 1"),
         ({"steps": 1e9}, "8", "steps: expected 1"),
@@ -104,6 +103,21 @@ def test_what_changes_the_picture_is_refused(changes: dict[str, Any], node_id: s
     found = refused(graph_of_document(z_image(**changes)))
     assert [each.node.id for each in found.reasons] == [node_id]
     assert reason in found.message()
+
+
+def test_zeros_in_place_of_a_text_are_those_of_the_request_where_they_are_the_same() -> None:
+    request = translated(graph_of_document(z_image(cfg=4))).request
+    # As many of them as the text has tokens, which is the prompt itself.
+    assert {name: request[name] for name in ("guidance_scale", "negative_prompt", "negative_encoding")} == {
+        "guidance_scale": 3,
+        "negative_prompt": "a cat",
+        "negative_encoding": "zeros",
+    }
+    document = z_image(cfg=4)
+    document["nodes"][0]["widgets_values"][0] = "krea2_turbo.safetensors"
+    found = refused(graph_of_document(document))
+    assert [each.node.id for each in found.reasons] == ["5"]
+    assert "before other layers of this model's text" in found.message()
 
 
 def test_a_picture_that_is_noised_in_part_is_what_denoising_starts_from() -> None:

@@ -65,6 +65,7 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "flux.2-klein-9b-kv": partial(write_tiny_flux2_klein, is_distilled=True, caches_references=True),
     "flux.2-klein-*": partial(write_tiny_flux2_klein, is_distilled=True),
     "flux.1-dev": write_tiny_flux1,
+    "flux.1-kontext-dev": partial(write_tiny_flux1, pipeline_class="FluxKontextPipeline"),
     "anima*": write_tiny_anima,
     "hunyuan-video-1.5-t2v": write_tiny_hunyuan_video_15,
     "longcat-image": write_tiny_longcat_image,

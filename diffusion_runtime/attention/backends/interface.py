@@ -179,16 +179,13 @@ class CallForm(NamedTuple):
 class AttentionResult(NamedTuple):
     """out: [batch, seq_q, heads, head_dim] in q's dtype; lse: natural log, float32, [batch, heads, seq_q], or None.
 
-    A query that sees no key gets 0 and -inf. implementation: who computed it, for the report. skip_counts: of a call
-    that may leave out pieces of keys whose weights are too small, int64 [2] on the device: how many pairs of a tile of
-    queries and a piece of keys were skipped, and all of them. plan: which blocks were kept of a call that is sparse.
-    keys: set by the layer, of a call to a cache in pages or codes: ReportRow.keys.
+    A query that sees no key gets 0 and -inf. implementation: who computed it, for the report. plan: which blocks were
+    kept of a call that is sparse. keys: set by the layer, of a call to a cache in pages or codes: ReportRow.keys.
     """
 
     out: torch.Tensor
     lse: torch.Tensor | None
     implementation: str
-    skip_counts: torch.Tensor | None = None
     plan: SparsePlan | None = None
     keys: str = ""
 

@@ -34,10 +34,8 @@ KNOWN_NAMES = (
     "video_sparse_attn",
     "vmoba_attn",
     "sparse_video_gen_2_attn",
-    "skip_softmax",
     "sol_attn",
     "fp8_attn",
-    "int8_attn",
 )
 
 ENTRY_POINT_GROUP = "diffusion_runtime.attention_backends"
@@ -55,12 +53,10 @@ _OWN_MODULES = {
     "flashinfer_attn": "diffusion_runtime.attention.backends.flashinfer_attn",
     "flex_attn": "diffusion_runtime.attention.backends.flex_attn",
     "fp8_attn": "diffusion_runtime.attention.backends.fp8_attn",
-    "int8_attn": "diffusion_runtime.attention.backends.int8_attn",
     "sage_attn": "diffusion_runtime.attention.backends.sage_attn",
     "sage_attn_3": "diffusion_runtime.attention.backends.sage_attn_3",
     "xformers": "diffusion_runtime.attention.backends.xformers",
     "measured": "diffusion_runtime.attention.measured",
-    "skip_softmax": "diffusion_runtime.attention.sparse.skip_softmax",
     "sliding_tile_attn": "diffusion_runtime.attention.sparse.sliding_tile",
     "sol_attn": "diffusion_runtime.attention.sparse.sol",
     "sparse_video_gen_2_attn": "diffusion_runtime.attention.sparse.sparse_video_gen_2",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -76,21 +77,21 @@ def sparse_capability(features: frozenset[str] = _FEATURES) -> NarrowedCapabilit
 @dataclass(frozen=True)
 class SparseOptions:
     """The options of every sparse method. min_tokens: grids with fewer tokens run dense, which the report states.
-    skip_threshold: of the keys that the method keeps, pieces whose weights are all below this share of the largest are
-    skipped (skip-softmax, kernels/block_sparse/skipping.py); in [0, 1), 0 skips nothing. tail: `pooled` counts every
-    block of keys that a query does not see as one key, so that none leaves the softmax
+    tail: `pooled` counts every block of keys that a query does not see as one key, so that none leaves the softmax
     (kernels/block_sparse/pooled_tail.py); with `none` they are left out.
     """
 
+    # Names that were options -> what to do instead.
+    REMOVED: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"skip_threshold": "skip-softmax was slower than computing every key; leave it out, or lower the density"}
+    )
+
     min_tokens: int = field(default=0, kw_only=True)
-    skip_threshold: float = field(default=0.0, kw_only=True)
     tail: Literal["none", "pooled"] = field(default="none", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens: expected 0 or more, got {self.min_tokens}")
-        if not 0.0 <= self.skip_threshold < 1.0:
-            raise ValueError(f"skip_threshold: expected a number in [0, 1), got {self.skip_threshold}")
 
     def dense_schedule(self, num_layers: int, num_steps: int) -> tuple[DenseRule, ...]:  # noqa: ARG002
         """The rules of the method's own options, such as dense first steps. num_layers, num_steps: of the run."""
@@ -202,8 +203,8 @@ class SparseBackend(ImportingBackend):
             return self.expected_dense(form, reason)
         plan = self.plan_form(options, layout, form.layer)
         plan = plan._replace(pooled_tail=options.tail == "pooled")
-        kernel = expected_kernel(form.hardware, form.dtype, form.q_shape[3], plan, options.skip_threshold)
-        return _said_of_kernel(kernel, options.skip_threshold, plan.pooled_tail)
+        kernel = expected_kernel(form.hardware, form.dtype, form.q_shape[3], plan)
+        return _said_of_kernel(kernel, plan.pooled_tail)
 
     def expected_dense(self, form: CallForm, reason: str) -> str | None:
         """`expected_implementation` of a dense call."""
@@ -232,7 +233,7 @@ class SparseBackend(ImportingBackend):
             return 1.0
         if self.keeps_everything(options, layout, layer) is not None:
             return 1.0
-        return None if options.skip_threshold else self.sparse_density(options, layout, layer)
+        return self.sparse_density(options, layout, layer)
 
     def sparse_density(self, options: Any, layout: TokenLayout, layer: LayerInfo) -> float | None:  # noqa: ARG002
         """`expected_density` of a call that is sparse. None: the tokens' content decides."""
@@ -289,7 +290,6 @@ class SparseBackend(ImportingBackend):
         given = call.packed
         if packed is None and given is not None and given.q_geometry is plan.q and given.kv_geometry is plan.kv:
             packed = given
-        threshold: float = call.options.skip_threshold
         result = block_sparse_attention(
             call.q,
             call.k,
@@ -300,10 +300,9 @@ class SparseBackend(ImportingBackend):
             branch=branch,
             packed=packed,
             means=means,
-            skip_threshold=threshold,
         )
-        implementation = _said_of_kernel(result.implementation, threshold, plan.pooled_tail)
-        return AttentionResult(result.out, result.lse, implementation, result.skip_counts, plan)
+        implementation = _said_of_kernel(result.implementation, plan.pooled_tail)
+        return AttentionResult(result.out, result.lse, implementation, plan)
 
     def run_dense(self, call: AttentionCall, reason: str) -> AttentionResult:
         """Every key, by the dense backend that goes with this choice, and why; logged once per request.
@@ -324,10 +323,9 @@ class SparseBackend(ImportingBackend):
         return AttentionResult(out, lse, _said_of_dense(dense, result.implementation, reason))
 
 
-def _said_of_kernel(kernel: str, skip_threshold: float, pooled_tail: bool) -> str:
-    skipped = f", weights below {skip_threshold:g} skipped" if skip_threshold else ""
+def _said_of_kernel(kernel: str, pooled_tail: bool) -> str:
     pooled = ", pooled tail" if pooled_tail else ""
-    return f"block-sparse {kernel}{skipped}{pooled}"
+    return f"block-sparse {kernel}{pooled}"
 
 
 def _said_of_dense(dense: DenseAttention, implementation: str, reason: str) -> str:

@@ -47,7 +47,9 @@ class SlidingTileOptions(SparseOptions):
     head_windows: tuple[Extent | None, ...] | None = None
     tile_size: Extent = (6, 8, 8)
     # Names of upstream's and of earlier versions' options, which are refused with what to type instead.
-    REMOVED = MappingProxyType(dict.fromkeys(("candidates", "search_log_folder", "tuned_file_path"), _USE_TUNE))
+    REMOVED = MappingProxyType(
+        {**SparseOptions.REMOVED, **dict.fromkeys(("candidates", "search_log_folder", "tuned_file_path"), _USE_TUNE)}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

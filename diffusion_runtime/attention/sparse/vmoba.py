@@ -80,11 +80,6 @@ class VMobaOptions(SparseOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.skip_threshold:
-            raise ValueError(
-                "skip_threshold: V-MoBA computes every chunk by itself and merges the results, so there is no running "
-                f"maximum to compare scores with; leave it 0, got {self.skip_threshold}"
-            )
         if not (self.temporal_chunk_size > 0 and math.isfinite(self.temporal_chunk_size)):
             raise ValueError(f"temporal_chunk_size must be a number of frames above 0, got {self.temporal_chunk_size}")
         for name, sizes in (

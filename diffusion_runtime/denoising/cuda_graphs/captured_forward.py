@@ -15,7 +15,6 @@ from diffusion_runtime.attention.fixed_state import Clones, FixedState, copy_ten
 from diffusion_runtime.attention.forward_plans import FixedPlans
 from diffusion_runtime.denoising.cuda_graphs.capture import Capture
 from diffusion_runtime.errors import first_line
-from diffusion_runtime.report.attention_report import CallTape
 
 # (latents, timestep, inputs, context) -> velocity. inputs: a frozen dataclass of the model's own kind.
 Model: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any, AttentionContext], torch.Tensor]
@@ -69,15 +68,12 @@ class CapturedForward:
         # What it left in the clones is missing in the request's state.
         _refuse(agree("; ".join([*self._plans.refusals, *self._state.changes]) or None))
         context.recorder.play(tape, context.step)
-        # What calls skip is another number in every pass: a replay counts it from where the graph writes it.
-        self._tape = dataclasses.replace(tape, skipped=[])
-        self._skip_counts: torch.Tensor | None = None
+        self._tape = tape
         failure = None
         try:
             # It computes nothing, so nothing of it counts.
-            with context.recorder.taped() as captured:
-                self._replay = capture.capture(lambda: self._captured(model, captured))
-            self._skipping_layers = tuple(layer for layer, _ in captured.skipped)
+            with context.recorder.taped():
+                self._replay = capture.capture(lambda: self._fixed.run(model))
         except RuntimeError as error:
             failure = f"the capture failed: {first_line(error)}"
         _refuse(agree(failure), self.first)
@@ -106,15 +102,6 @@ class CapturedForward:
         self._plans.write(given.context.step, None if cache is None else cache.plan)
         velocity = self._replay().clone()
         given.context.recorder.play(self._tape, given.context.step)
-        if self._skip_counts is not None:
-            given.context.recorder.record_skipped_together(self._skipping_layers, self._skip_counts)
-        return velocity
-
-    def _captured(self, model: Model, tape: CallTape) -> torch.Tensor:
-        """Run the forward pass, and join what its calls skipped in one tensor. tape: of this run."""
-        velocity = self._fixed.run(model)
-        if tape.skipped:
-            self._skip_counts = torch.stack([counts for _, counts in tape.skipped])
         return velocity
 
     def _bind(self, given: ForwardPass) -> None:

@@ -13,21 +13,18 @@ from diffusion_runtime.kernels.block_packing import row_width
 from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gathered, triton
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans
-from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference, block_sparse_skipping_reference
+from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 
 IMPLEMENTATIONS = ("reference", "triton", "gathered", "flash4", "flashinfer")
-_NO_RUNNING_MAXIMUM = "which are computed chunk by chunk, without a running maximum to compare scores with"
 
 
 class BlockSparseResult(NamedTuple):
     """out: [B, seq, H, head_dim] in q's dtype; lse: natural log, float32, [B, H, seq], or None; implementation: which
-    computed it. skip_counts: int64 [2] on q's device, pairs of (tile of queries, piece of keys) that were skipped and
-    all of them; None without a threshold."""
+    computed it."""
 
     out: torch.Tensor
     lse: torch.Tensor | None
     implementation: str
-    skip_counts: torch.Tensor | None = None
 
 
 def block_sparse_attention(
@@ -42,7 +39,6 @@ def block_sparse_attention(
     packed: PackedTokens | None = None,
     means: BlockMeans | None = None,
     implementation: str = "auto",
-    skip_threshold: float = 0.0,
 ) -> BlockSparseResult:
     """softmax(scale q k^T) v over the pairs that `plan` keeps, plus `branch`.
 
@@ -54,8 +50,6 @@ def block_sparse_attention(
     read them for a pooled tail, and compute them where they are not given.
     implementation: one of IMPLEMENTATIONS; `auto` is the fastest that can compute this plan on this device,
     and never `flashinfer`, whose plans are made on the host.
-    skip_threshold: pieces of keys whose weights are all below this share of the largest are skipped, as skipping.py
-    defines it, by `triton` and `reference` alone; in [0, 1), 0 skips nothing.
 
     Only the reference computes gradients: the others refuse inputs that require them while gradients are recorded.
 
@@ -63,30 +57,16 @@ def block_sparse_attention(
     cannot run, or gradients would be lost.
     """
     _check(q, k, v, plan)
-    if not 0.0 <= skip_threshold < 1.0:
-        raise ConfigError(f"skip_threshold: expected a number in [0, 1), got {skip_threshold}")
-    if skip_threshold and plan.row_mask is not None:
-        raise ConfigError(f"skip_threshold: the plan of {plan.method} has row masks, {_NO_RUNNING_MAXIMUM}; leave it 0")
     if packed is not None:
         _check_packed(packed, q, plan)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = _choose(implementation, q, plan, skip_threshold, return_lse)
-    skip_counts = None
+    chosen = _choose(implementation, q, plan, return_lse)
     lse: torch.Tensor | None
     if chosen != "reference":
         _refuse_gradients(chosen, q, k, v, branch)
-    if chosen == "reference" and skip_threshold:
-        rule = triton.skip_rule(q, plan, skip_threshold)
-        out, lse, skip_counts = block_sparse_skipping_reference(q, k, v, plan, scale=scale, rule=rule)
-        lse = lse.float()
-    elif chosen == "reference":
+    if chosen == "reference":
         out, lse = block_sparse_reference(q, k, v, plan, scale=scale)
         lse = lse.float()
-    elif chosen == "triton" and skip_threshold:
-        out, lse, skip_counts = triton.block_sparse_skipping_triton(
-            q, k, v, plan, scale=scale, threshold=skip_threshold, branch=branch, packed=packed, means=means
-        )
-        branch = None
     elif chosen == "triton":
         out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, packed=packed, means=means)
         branch = None
@@ -98,21 +78,15 @@ def block_sparse_attention(
         out, lse = flash4.block_sparse_flash4(q, k, v, plan, scale=scale)
     if branch is not None:
         out = add_branch(out, plan, branch)
-    return BlockSparseResult(out, lse if return_lse else None, chosen, skip_counts)
+    return BlockSparseResult(out, lse if return_lse else None, chosen)
 
 
-def refusal(
-    implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float = 0.0, return_lse: bool = False
-) -> str | None:
+def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan, return_lse: bool = False) -> str | None:
     """Return why an implementation cannot compute this plan on these tensors, or None."""
     if implementation == "reference":
         return None
     if plan.pooled_tail and implementation in ("flash4", "flashinfer"):
         return "pools no keys: plans with a pooled tail run on triton, gathered and reference"
-    if skip_threshold and implementation in ("flash4", "flashinfer"):
-        return "skips no keys: skip_threshold runs on triton and reference"
-    if skip_threshold and implementation == "gathered":
-        return f"takes plans with row masks, {_NO_RUNNING_MAXIMUM}"
     if implementation == "gathered":
         return gathered.refusal(q, plan)
     if implementation == "flashinfer":
@@ -146,13 +120,13 @@ def takes_packed_rows(
     return not is_flash4 and triton.refusal_of_size(q, q_geometry.num_tokens) is None
 
 
-def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan, skip_threshold: float, return_lse: bool) -> str:
+def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan, return_lse: bool) -> str:
     if implementation == "auto":
         names = ("flash4", "gathered", "triton", "reference")
-        return next(name for name in names if refusal(name, q, plan, skip_threshold) is None)
+        return next(name for name in names if refusal(name, q, plan) is None)
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation: expected auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-    reason = refusal(implementation, q, plan, skip_threshold, return_lse)
+    reason = refusal(implementation, q, plan, return_lse)
     if reason is not None:
         raise ConfigError(f"block-sparse implementation {implementation!r} cannot run here: {reason}; use auto")
     return implementation

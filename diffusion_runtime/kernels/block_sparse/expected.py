@@ -27,14 +27,10 @@ class PlanForm(NamedTuple):
     pooled_tail: bool = False
 
 
-def expected_implementation(
-    hardware: Hardware, dtype: torch.dtype, head_dim: int, plan: PlanForm, skip_threshold: float = 0.0
-) -> str:
+def expected_implementation(hardware: Hardware, dtype: torch.dtype, head_dim: int, plan: PlanForm) -> str:
     """Return the BlockSparseResult.implementation that `auto` leads to; the rules are those of `refusal` in api.py."""
     if _triton_refuses(hardware, dtype, head_dim, plan):
         return "reference"
-    if skip_threshold:
-        return "triton"
     has_text = plan.num_tokens > plan.num_grid_tokens
     if plan.has_row_masks:
         is_gathered = not has_text and plan.is_shared and plan.num_key_blocks <= MAXIMUM_BLOCKS

@@ -10,7 +10,6 @@ import torch
 
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_tail import PooledKeys, pooled_keys
-from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 
 
 def block_sparse_reference(
@@ -21,19 +20,6 @@ def block_sparse_reference(
     Returns out like q and lse [batch, heads, seq], natural log, in the working precision. Rows that see nothing give 0
     and -inf.
     """
-    out, lse, _ = block_sparse_skipping_reference(q, k, v, plan, scale=scale, rule=None)
-    return out, lse
-
-
-def block_sparse_skipping_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: SparsePlan, *, scale: float, rule: SkipRule | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """block_sparse_reference without the pieces of keys that `rule` skips; None skips nothing. The plan has no row
-    masks then.
-
-    The third result is int64 [2]: pairs of (tile of queries, piece of keys) that were skipped, and those visited.
-    """
-    counts = torch.zeros(2, dtype=torch.int64, device=q.device)
     working = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=working, device=q.device)
     lse = torch.full(out.shape[:3], float("-inf"), dtype=working, device=q.device)
@@ -51,10 +37,8 @@ def block_sparse_skipping_reference(
                 scale,
                 out[sample],
                 lse[sample],
-                rule,
-                counts,
             )
-    return out.transpose(1, 2).to(q.dtype), lse, counts
+    return out.transpose(1, 2).to(q.dtype), lse
 
 
 def _heads_that_share(plan: SparsePlan, sample: int) -> list[torch.Tensor]:
@@ -75,11 +59,8 @@ def _attend_heads(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rule: SkipRule | None,
-    counts: torch.Tensor,
 ) -> None:
-    """q, k, v: [n, seq, head_dim] of the heads in `heads`; writes their rows of out [H, seq, D] and lse [H, seq], and
-    adds to counts."""
+    """q, k, v: [n, seq, head_dim] of the heads in `heads`; writes their rows of out [H, seq, D] and lse [H, seq]."""
     head = int(heads[0])
     q_row = 0 if plan.q.num_groups == 1 else sample * plan.num_heads + head
     kv_row = sample * plan.num_kv_heads + head // (plan.num_heads // plan.num_kv_heads)
@@ -98,14 +79,6 @@ def _attend_heads(
         positions = listed[block].repeat_interleave(kv_sizes).nonzero()[:, 0]
         seen = listed[block : block + 1] if rows_see is None else rows_see[start:stop]
         tail = None if pooled is None else pooled.left_out(seen)
-        if rule is not None and len(positions):
-            merges = plan.kv.max_block_size > rule.piece
-            whole, rest = rule.split(positions, torch.repeat_interleave(kv_sizes)[positions], merges)
-            keys = torch.cat([kv_order[whole], kv_order[rest], kv_order[grid:valid]])
-            for first, last in rule.tiles(start, stop):
-                queries = q_order[first:last]
-                counts += _attend_rows(q, k, v, queries, keys, None, scale, heads, out, lse, tail, rule, len(whole))
-            continue
         keys = torch.cat([kv_order[positions], kv_order[grid:valid]])
         visible = None
         if rows_see is not None:
@@ -129,25 +102,13 @@ def _attend_rows(
     out: torch.Tensor,
     lse: torch.Tensor,
     tail: PooledKeys | None = None,
-    rule: SkipRule | None = None,
-    num_whole: int = 0,
-) -> torch.Tensor:
+) -> None:
     """Attention of some queries to some keys (token indexes). visible: bool [queries, keys], None for all. tail: keys
-    that stand for blocks that are left out.
-
-    num_whole: of the keys, how many at the front are whole pieces, of which `rule` may skip some. Returns int64 [2],
-    the pieces that were skipped and those visited.
-    """
-    counts = torch.zeros(2, dtype=torch.int64, device=q.device)
+    that stand for blocks that are left out."""
     if keys.numel() == 0 and tail is None:
-        return counts
+        return
     scores = scale * q[:, queries] @ k[:, keys].transpose(1, 2)
     values = v[:, keys]
-    if rule is not None and num_whole:
-        skipped = rule.skipped(scores[..., :num_whole])
-        counts = torch.stack([skipped.sum(), torch.ones_like(skipped, dtype=torch.int64).sum()])
-        visible = (~skipped).repeat_interleave(rule.piece, dim=-1)[:, None].expand(-1, len(queries), -1)
-        visible = torch.nn.functional.pad(visible, (0, len(keys) - num_whole), value=True)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     if tail is not None:
@@ -165,4 +126,3 @@ def _attend_rows(
         rows = rows.masked_fill(reached > 0, float("nan"))
     out[heads[:, None], queries[None]] = rows
     lse[heads[:, None], queries[None]] = row_lse
-    return counts

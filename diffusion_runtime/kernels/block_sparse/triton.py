@@ -21,7 +21,6 @@ from diffusion_runtime.kernels.block_packing import Averaged, pack_tokens, row_w
 from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans, listed_words, means_of, tail_rows
-from diffusion_runtime.kernels.block_sparse.skipping import SkipRule
 
 MINIMUM_CAPABILITY = (8, 0)
 # The dtypes the kernels compute; the reference computes any other.
@@ -140,47 +139,13 @@ def block_sparse_triton(
     return prepared.out, prepared.lse
 
 
-def block_sparse_skipping_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: SparsePlan,
-    *,
-    scale: float,
-    threshold: float,
-    branch: PooledBranch | None = None,
-    packed: PackedTokens | None = None,
-    means: BlockMeans | None = None,
-    shape: TileShape | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """block_sparse_triton without what skip_rule skips. The third result is int64 [2]: pairs of (tile of queries, whole
-    piece of keys) that were skipped, and all of them."""
-    prepared = prepare(
-        q, k, v, plan, scale=scale, branch=branch, packed=packed, means=means, shape=shape, skip_threshold=threshold
-    )
-    prepared.launch()
-    assert prepared.skip_counts is not None
-    return prepared.out, prepared.lse, prepared.skip_counts
-
-
-def skip_rule(q: torch.Tensor, plan: SparsePlan, threshold: float) -> SkipRule:
-    """Return the rule by which parts of a plan are skipped on tensors like q, on whichever device it runs."""
-    shape = tile_shape(q, plan)
-    return SkipRule(threshold, shape.rows, shape.piece)
-
-
 @dataclass(frozen=True)
 class Prepared:
-    """Packed inputs and listed pieces; `launch` runs the kernels over them and may be called again.
-
-    skip_counts: int64 [2], the pairs of (tile of queries, whole piece of keys) skipped by the last launch, and all of
-    them; None where nothing may be skipped.
-    """
+    """Packed inputs and listed pieces; `launch` runs the kernels over them and may be called again."""
 
     out: torch.Tensor
     lse: torch.Tensor
     launch: Callable[[], object]
-    skip_counts: torch.Tensor | None = None
 
 
 def prepare(
@@ -194,10 +159,8 @@ def prepare(
     packed: PackedTokens | None = None,
     means: BlockMeans | None = None,
     shape: TileShape | None = None,
-    skip_threshold: float = 0.0,
 ) -> Prepared:
-    """Everything that comes before the kernel; arguments as in block_sparse_triton. skip_threshold: see skipping.py; 0
-    skips nothing.
+    """Everything that comes before the kernel; arguments as in block_sparse_triton.
 
     Long, because a launch names all of the kernel's arguments.
     """
@@ -226,7 +189,6 @@ def prepare(
     if text is not None:
         lse.fill_(float("-inf"))
     broken = plan.group_of if plan.row_mask is None else _has_broken_values(values[2])
-    skip_counts = torch.zeros(2, dtype=torch.int64, device=q.device) if skip_threshold else None
     tail = tail_rows(k, v, plan.kv, means or means_of(packed)) if plan.pooled_tail else (out, out, out)
     listed = listed_words(plan) if plan.pooled_tail else plan.group_of
     pooled, gate = (out, out) if branch is None else (branch.pooled.contiguous(), rows_contiguous(branch.gate))
@@ -255,11 +217,9 @@ def prepare(
             broken,
             pooled,
             gate,
-            plan.group_of if skip_counts is None else skip_counts,
             *tail,
             listed,
             scale * math.log2(math.e),
-            math.log2(skip_threshold) if skip_threshold else 0.0,
             num_tiles,
             num_rows,
             plan.num_grid_tokens,
@@ -287,7 +247,6 @@ def prepare(
             HAS_ROW_MASK=plan.row_mask is not None,
             LOOK_FOR_BROKEN=look,
             HAS_BRANCH=branch is not None,
-            SKIPS=skip_counts is not None,
             HAS_TAIL=plan.pooled_tail,
             BULK=shape.bulk,
             EXACT=q.dtype == torch.float32,
@@ -298,14 +257,12 @@ def prepare(
 
     def launch() -> None:
         num_text_tiles = -(-plan.num_text_tokens // shape.rows)
-        if skip_counts is not None:
-            skip_counts.zero_()
         for look in (False,) if plan.row_mask is None else (False, True):
             attend(shape.rows, tiles.count, num_text_tiles, tiles.per_block, tiles.rest_rows, 0, look)
             if tiles.rest_rows:
                 attend(tiles.rest_rows, plan.q.num_blocks, 0, 1, 0, shape.rows, look)
 
-    return Prepared(out, lse, launch, skip_counts)
+    return Prepared(out, lse, launch)
 
 
 def tile_shape(q: torch.Tensor, plan: SparsePlan) -> TileShape:

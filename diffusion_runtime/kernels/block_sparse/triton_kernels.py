@@ -270,13 +270,11 @@ def attend(
     has_broken_values,
     pooled,
     gate,
-    skip_counts,
     tail_k,
     tail_v,
     tail_log2_sizes,
     listed_words,
     qk_scale,
-    skip_below,
     num_tiles,
     num_rows,
     num_grid,
@@ -315,7 +313,6 @@ def attend(
     HAS_ROW_MASK: tl.constexpr,
     LOOK_FOR_BROKEN: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
-    SKIPS: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     BULK: tl.constexpr,
     EXACT: tl.constexpr,
@@ -328,9 +325,8 @@ def attend(
     rest of a block after whole tiles may be a launch of its own, with fewer rows: this one leaves rests of at most LEFT
     queries to it; with REST_OF it is that launch, for rests of tiles of REST_OF rows, one tile per block. With row
     masks, a launch with LOOK_FOR_BROKEN handles values of which some are not finite, one without handles others.
-    SKIPS: whole pieces whose highest scores lie below the running maximum of every row by more than -skip_below, a
-    log2, are skipped; skip_counts, int64 [2], counts them and those visited. HAS_TAIL: blocks that a query of the grid
-    does not see are one key each, tail_k and tail_v [B * kv_heads * kv blocks, W]; listed_words: of mark_listed.
+    HAS_TAIL: blocks that a query of the grid does not see are one key each, tail_k and tail_v [B * kv_heads * kv
+    blocks, W]; listed_words: of mark_listed.
 
     q_rows, k_rows, v_rows: descriptors with BULK, else as q_values, k_values, v_values: packed, or with IN_PLACE rows
     of tokens that are q_n, k_n, v_n values apart, and their heads q_h, k_h, v_h.
@@ -406,27 +402,11 @@ def attend(
             partial = tl.load(num_partial + listed)
             text_from = num_grid
         my_pieces = pieces + listed * capacity
-        num_skipped = tl.zeros([1], dtype=tl.int32)
         for place in tl.range(0, full, num_stages=STAGES):
             first = kv_first + (tl.load(my_pieces + place) >> LENGTH_BITS)
             k = _load_rows(k_rows, first, k_column, k_stride, W, PIECE, BULK)
-            # Fetched for pieces that are skipped too: inside the branch no copy would run ahead of the loop.
             v = _load_rows(v_rows, first, v_column, v_stride, W, PIECE, BULK)
-            if SKIPS:
-                scores = _scores(q, k, EXACT)
-                top = tl.max(scores, 1) * qk_scale
-                # Rows past the tile's end hold other queries and do not count; NaN is below nothing.
-                in_tile = start + tl.arange(0, ROWS) < stop
-                needed = tl.where(in_tile & ~(top < row_max + skip_below), 1, 0)
-                if tl.max(needed, 0) > 0:
-                    acc, row_max, row_sum = _add_scores(scores, top, v, acc, row_max, row_sum, qk_scale, False, EXACT)
-                else:
-                    num_skipped += 1
-            else:
-                acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
-        if SKIPS:
-            pair = tl.arange(0, 2)
-            tl.atomic_add(skip_counts + pair, tl.where(pair == 0, num_skipped, full).to(tl.int64), sem="relaxed")
+            acc, row_max, row_sum = _add_piece(q, k, v, acc, row_max, row_sum, None, qk_scale, False, False, EXACT)
         if HAS_ROW_MASK:
             for place in tl.range(capacity - partial, capacity, num_stages=STAGES):
                 code = tl.load(my_pieces + place)

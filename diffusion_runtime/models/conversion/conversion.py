@@ -47,7 +47,8 @@ _FAMILY = "Wan"
 @dataclass(frozen=True)
 class ConversionReport:
     """Contents read and written. keys: of the file, with the number of their tensors and bytes; stored: dtypes of the
-    tensors that were read, with their number."""
+    tensors that were read, with their number. left_out: tensors of the key that were for
+    training alone."""
 
     source: str
     output: str
@@ -60,6 +61,7 @@ class ConversionReport:
     num_bytes: int
     checkpoint: str | None
     linked: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -67,6 +69,7 @@ class ConversionReport:
             "keys": {key: {"tensors": count, "bytes": size} for key, (count, size) in self.keys.items()},
             "stored": dict(self.stored),
             "linked": dict(self.linked),
+            "left_out": list(self.left_out),
         }
 
 
@@ -86,7 +89,7 @@ def convert_model(
     Raises ConfigError for a path or a key that is none, ModelLoadError for a file that is no pickle of tensors or of
     another model, OutputError where the folder cannot be written. A failure leaves nothing behind.
     """
-    _check_free(output)
+    check_free(output)
     parts = _base_parts(base)
     groups = read_checkpoint(source)
     chosen = choose(source, groups, key, checkpoint.keys)
@@ -110,11 +113,11 @@ def convert_model(
                 shutil.copytree(part, folder / name)
             else:
                 (folder / name).symlink_to(part, target_is_directory=True)
-        return _write_rows(folder / "transformer" / f"{COMPONENT_STEM}.safetensors", rows, DTYPES[dtype])
+        return write_rows(folder / "transformer" / f"{COMPONENT_STEM}.safetensors", rows, DTYPES[dtype])
 
-    num_bytes = _written(output, write, _num_numbers(rows) * DTYPES[dtype].itemsize)
+    num_bytes = written(output, write, num_numbers(rows) * DTYPES[dtype].itemsize)
     linked = {} if copies else {name: str(part) for name, part in parts.items()}
-    return _report(source, output, groups, chosen, rows, dtype, num_bytes, checkpoint.name, linked)
+    return report_of(source, output, groups, chosen, rows, dtype, num_bytes, checkpoint.name, linked)
 
 
 def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> ConversionReport:
@@ -126,7 +129,7 @@ def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> 
             f"OUT: {output}: a LoRA becomes one .safetensors file; for a model add --as {' | '.join(CHECKPOINTS)} and "
             "--base FOLDER"
         )
-    _check_free(output)
+    check_free(output)
     groups = read_checkpoint(source)
     chosen = choose(source, groups, key, LORA_KEYS)
     if not _is_lora(chosen):
@@ -140,7 +143,7 @@ def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> 
 
     def write(folder: Path) -> int:
         path = folder / output.name
-        num_bytes = _write_rows(path, rows, DTYPES[dtype])
+        num_bytes = write_rows(path, rows, DTYPES[dtype])
         lora = read_lora_file(str(path), "OUT")
         families = families_of(lora.modules, lora_names_of_families())
         if lora.unknown or _FAMILY not in families:
@@ -150,15 +153,15 @@ def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> 
             )
         return num_bytes
 
-    num_bytes = _written(output, write, _num_numbers(rows) * DTYPES[dtype].itemsize, is_file=True)
-    return _report(source, output, groups, chosen, rows, dtype, num_bytes, None, {})
+    num_bytes = written(output, write, num_numbers(rows) * DTYPES[dtype].itemsize, is_file=True)
+    return report_of(source, output, groups, chosen, rows, dtype, num_bytes, None, {})
 
 
 def _is_lora(group: PickledTensors) -> bool:
     return any(".lora_" in name for name in group.tensors)
 
 
-def _check_free(output: Path) -> None:
+def check_free(output: Path) -> None:
     check_place(output, "OUT", OutputError)
     if os.path.lexists(output):
         raise OutputError(f"OUT: {output} is there already; remove it, or give another place")
@@ -223,25 +226,29 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _num_numbers(rows: Rows) -> int:
+def num_numbers(rows: Rows) -> int:
     return sum(torch.Size(each.shape).numel() for several in rows.values() for each in several)
 
 
-def _write_rows(path: Path, rows: Rows, dtype: torch.dtype) -> int:
+def write_rows(path: Path, rows: Rows, dtype: torch.dtype) -> int:
     """Write a safetensors file, one tensor after the other; return its size."""
 
     def read(name: str) -> torch.Tensor:
         parts = [each.numbers(dtype).to(dtype) for each in rows[name]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    shapes = {
+    return stream_tensors(path, shapes_of(rows), dtype, read)
+
+
+def shapes_of(rows: Rows) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor."""
+    return {
         name: (sum(each.shape[0] for each in several), *several[0].shape[1:]) if several[0].shape else ()
         for name, several in rows.items()
     }
-    return stream_tensors(path, shapes, dtype, read)
 
 
-def _written(output: Path, write: Callable[[Path], int], num_bytes: int, *, is_file: bool = False) -> int:
+def written(output: Path, write: Callable[[Path], int], num_bytes: int, *, is_file: bool = False) -> int:
     """Let `write` fill a folder next to the output, and move the result into its place; return the size that it
     returns.
 
@@ -266,7 +273,7 @@ def _written(output: Path, write: Callable[[Path], int], num_bytes: int, *, is_f
     return size
 
 
-def _report(
+def report_of(
     source: Path,
     output: Path,
     groups: tuple[PickledTensors, ...],
@@ -287,7 +294,7 @@ def _report(
         chosen.key,
         {group.key: (len(group.tensors), group.num_bytes) for group in groups},
         len(rows),
-        _num_numbers(rows),
+        num_numbers(rows),
         stored,
         dtype,
         num_bytes,

@@ -38,9 +38,8 @@ class TermsOfParts:
     def around(self, predict: Predict, guidance: RequestGuidance) -> Predict:
         """Return the guided velocity of latents without the images that count in full, for a prediction that takes
         them with those."""
-        guided = with_guidance_terms(
-            predict, self.terms, self.split, self.join, guidance.mode, guidance.branches, guidance.wrappers
-        )
+        how = guidance.mode, guidance.branches, guidance.wrappers, guidance.is_active
+        guided = with_guidance_terms(predict, self.terms, self.split, self.join, *how)
 
         def of_clip(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
             measured = self.measured(latents)

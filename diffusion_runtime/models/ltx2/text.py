@@ -23,7 +23,10 @@ from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder, T
 COMPONENT = "connectors"
 # Since LTX-2.5, where a folder has it: the length of a video for a text of the connectors'.
 DURATION_HEAD = DiffusersComponent("duration_head", "diffusers.pipelines.ltx2.duration_head", "LTX2DurationHead")
-CONNECTORS = DiffusersComponent(COMPONENT, "diffusers.pipelines.ltx2.connectors", "LTX2TextConnectors")
+# They lie in the quantised files of transformers and text encoders.
+CONNECTORS = DiffusersComponent(
+    COMPONENT, "diffusers.pipelines.ltx2.connectors", "LTX2TextConnectors", reads_quantized=True
+)
 MAX_TOKENS = 1024
 
 

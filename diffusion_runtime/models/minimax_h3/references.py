@@ -39,7 +39,8 @@ _MOST_TOGETHER = 12
 # The language model sees two frames a second; the time of a group of frames is part of the text.
 _SEEN_A_SECOND = 2
 # Texts before what they name, numbered by kind; a sound is its text alone.
-_LABELS = {IMAGE: "<Picture {}>: ", VIDEO: "<Video {}>: ", SOUND: "<Audio {}>: "}
+_NAMES = {IMAGE: "<Picture {}>", VIDEO: "<Video {}>", SOUND: "<Audio {}>"}
+_LABELS = {kind: f"{name}: " for kind, name in _NAMES.items()}
 _TIME = "<{:.1f} seconds>"
 # Tokens of a label, or of a time, at most.
 _NUM_LABEL_TOKENS = 8
@@ -75,7 +76,7 @@ def read_preparations(folder: AnyFolder) -> Preparations:
 def reference_media(geometry: MiniMaxH3Geometry, folder: AnyFolder) -> ReferenceMedia:
     """Return the rules of references. Raises ModelLoadError."""
     shape_of = partial(_shape_of, geometry, read_preparations(folder))
-    return ReferenceMedia(most=_MOST, most_together=_MOST_TOGETHER, not_alone=SOUND, shape_of=shape_of)
+    return ReferenceMedia(most=_MOST, most_together=_MOST_TOGETHER, not_alone=SOUND, shape_of=shape_of, labels=_NAMES)
 
 
 def _shape_of(

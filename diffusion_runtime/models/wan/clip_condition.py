@@ -7,14 +7,12 @@ its length. The mask has a channel for each frame of a latent frame: 1 where the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-import numpy
 import torch
 
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder
-from diffusion_runtime.media.images import open_picture
 from diffusion_runtime.models.interface import FrameConditioner, ImageCondition
 from diffusion_runtime.models.wan.codec import WanImageConditioner, as_pixels, load_image_conditioner
 from diffusion_runtime.report.attention_report import LibraryAttention
@@ -57,12 +55,11 @@ class WanClipConditioner(FrameConditioner):
             mask[:, -1, -1] = 1.0
         return ImageCondition(torch.cat([mask, latents], dim=1))
 
-    def embed(self, paths: Sequence[str]) -> torch.Tensor | None:
+    def embed(self, pictures: Iterator[torch.Tensor]) -> torch.Tensor | None:
         """Embed the images. The tokens of the last image follow those of the first."""
         if self._tokens is None:
             return None
-        images = (torch.from_numpy(numpy.array(open_picture(path), dtype=numpy.uint8)) for path in paths)
-        return torch.cat([self._tokens.encode(image) for image in images], dim=1)
+        return torch.cat([self._tokens.encode(picture) for picture in pictures], dim=1)
 
 
 def load_clip_conditioner(

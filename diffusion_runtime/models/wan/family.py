@@ -142,6 +142,7 @@ def _with_images(model: _Model) -> _Model:
         return dataclasses.replace(
             model,
             inputs=ImageInputs(images={"image_path": False}),
+            sampling=dataclasses.replace(model.sampling, continues_images=True),
             defaults={**model.defaults, **_FIRST_FRAME_DEFAULTS},
         )
     if not config.images:
@@ -155,6 +156,8 @@ def _with_images(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         inputs=ImageInputs(images=config.images),
+        # A model that needs a last image has none for the middle of a video.
+        sampling=dataclasses.replace(model.sampling, continues_images=not config.images.get("last_image_path", False)),
         defaults={**model.defaults, **own},
         load_image_conditioner=load_conditioner,
     )

@@ -258,7 +258,7 @@ class WanTransformer(DiffusionTransformer):
         image_tokens = self._image_tokens(image)
         cache = context.cache
         if cache is None:
-            rotations: torch.Tensor | None = self._rotations(grid, context, lowered_index(inputs.request))
+            rotations: torch.Tensor | None = self._rotations(grid, inputs, context)
         else:
             if cache.rotations is None:
                 cache = self.with_positions(cache, latents.shape, sharding)
@@ -268,22 +268,24 @@ class WanTransformer(DiffusionTransformer):
         block_inputs = BlockInputs(
             runs=self._runs(timestep, grid, image, sharding, context.step),
             rotations=rotations,
-            grid_context=context.with_layout(TokenLayout(grid, tile=sharding.tile)),
+            grid_context=context.with_layout(self.layout_of(grid, inputs, context)),
             text_context=context.with_layout(TokenLayout.text(text.shape[1])),
             image_context=None
             if image_tokens is None
             else context.with_layout(TokenLayout.text(image_tokens.shape[1])),
         )
         keys = tuple(map(CrossKeys, self._text_keys(text, context), self._image_keys(image_tokens, context)))
+        num_own = x.shape[1]
         x, *_ = context.run_blocks(
             self.run_blocks_of(block_inputs, keys, inputs),
-            self.streams(x, inputs, sharding),
+            self.streams(x, inputs, context),
             math.prod(grid),
             lambda: self._modulated_input(timestep, context.step),
         )
         if _is_commit(context):
             return torch.zeros_like(latents)
-        runs = []
+        # Without what stands behind the grid's tokens.
+        x, runs = x[:, :num_own], []
         for run in block_inputs.runs:
             shift, scale = (self.out_modulation + run.embedding[:, None].float()).unbind(1)
             runs.append((run.tokens, shift, scale))
@@ -299,9 +301,13 @@ class WanTransformer(DiffusionTransformer):
         """Return the image in the latents or next to them."""
         return inputs.image
 
-    def streams(self, x: torch.Tensor, inputs: DenoiserInputs, sharding: SequenceSharding) -> Streams:
+    def streams(self, x: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext) -> Streams:
         """Return the streams that go from block to block. x: the grid's tokens [B, S, D] of this process."""
         return (x,)
+
+    def layout_of(self, grid: tuple[int, int, int], inputs: DenoiserInputs, context: AttentionContext) -> TokenLayout:
+        """Return the layout of self-attention."""
+        return TokenLayout(grid, tile=context.sharding.tile)
 
     def run_blocks_of(
         self,
@@ -381,11 +387,10 @@ class WanTransformer(DiffusionTransformer):
         grid, head_dim = self.geometry.grid(tuple(shape)), self.config.head_dim
         return with_positions(cache, grid, head_dim, sharding, self.out.weight.device)
 
-    def _rotations(
-        self, grid: tuple[int, int, int], context: AttentionContext, lowered: int | None = None
-    ) -> torch.Tensor:
-        """Return [S, head_dim / 2], complex. lowered: index of the frequency that RIFLEx lowers."""
+    def _rotations(self, grid: tuple[int, int, int], inputs: DenoiserInputs, context: AttentionContext) -> torch.Tensor:
+        """Return [S, head_dim / 2], complex; of what stands behind the grid's tokens too."""
         head_dim, device = self.config.head_dim, self.out.weight.device
+        lowered = lowered_index(inputs.request)
         # Two experts may differ in the size of a head.
         return cached_for_request(
             "rotations",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import RunBlock, Streams
 from diffusion_runtime.core.latent_geometry import LatentGeometry
@@ -23,7 +24,6 @@ from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.cross_attention import BlockPlace, CrossKeys
 from diffusion_runtime.models.wan.transformer import BlockInputs, WanBlock, WanTransformer
-from diffusion_runtime.parallel.sharding import SequenceSharding
 
 # Attention in the control blocks: among the control's tokens, and to the text.
 CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE = "wan.control_self", "wan.control_cross"
@@ -78,11 +78,11 @@ class WanVaceTransformer(WanTransformer):
         """Return None: no image is in the latents or next to them."""
         return None
 
-    def streams(self, x: torch.Tensor, inputs: DenoiserInputs, sharding: SequenceSharding) -> Streams:
+    def streams(self, x: torch.Tensor, inputs: DenoiserInputs, context: AttentionContext) -> Streams:
         """Return the grid's tokens, and the control's."""
         assert inputs.image is not None, "the control is made of every request"
         control = self.control_embedding(inputs.image.latents.to(x.device, x.dtype))
-        return x, self.control_in(sharding.shard(control)).add_(x)
+        return x, self.control_in(context.sharding.shard(control)).add_(x)
 
     def run_blocks_of(
         self, block_inputs: BlockInputs, keys: Sequence[CrossKeys], inputs: DenoiserInputs

@@ -17,7 +17,7 @@ from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.family import FAMILY as WAN
 from diffusion_runtime.models.wan.weights import stays_float32
-from diffusion_runtime.models.wan_animate_2.condition import load_conditioner, size_of_image
+from diffusion_runtime.models.wan_animate_2.condition import WanAnimate2Conditioner, size_of_image
 from diffusion_runtime.models.wan_animate_2.config import WanAnimate2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.wan_animate_2.text import load_text_encoder
 from diffusion_runtime.models.wan_animate_2.transformer import REFERENCE_ROLE, WanAnimate2Transformer
@@ -61,7 +61,9 @@ def _adapt(model: _Model) -> _Model:
             model.sampling, control=DrivingVideo(model.geometry), caches_prefix=True, segments="continued"
         ),
         defaults={**model.defaults, **(_FEW_STEPS if _is_distilled(model.folder) else {})},
-        load_image_conditioner=partial(load_conditioner, model.folder, temporal_factor=factor, has_tokens=has_tokens),
+        load_image_conditioner=partial(
+            WanAnimate2Conditioner.load, model.folder, temporal_factor=factor, has_tokens=has_tokens
+        ),
     )
 
 

@@ -138,11 +138,9 @@ class WanAnimate2Transformer(WanTransformer):
 
         return run
 
-    def _rotations(
-        self, grid: tuple[int, int, int], context: AttentionContext, lowered: int | None = None
-    ) -> torch.Tensor:
+    def _rotations(self, grid: tuple[int, int, int], inputs: DenoiserInputs, context: AttentionContext) -> torch.Tensor:
         if context.reference is None or not context.reference.is_written:
-            return super()._rotations(grid, context, lowered)
+            return super()._rotations(grid, inputs, context)
         starts = [
             size if start is None else start for size, start in zip(grid, self.config.reference_start, strict=True)
         ]

@@ -23,7 +23,7 @@ from diffusion_runtime.errors import BackendUnavailableError, ConfigError, Model
 from diffusion_runtime.loading import inspect_pipeline
 
 STA, VSA, VMOBA, SVG2 = "sliding_tile_attn", "video_sparse_attn", "vmoba_attn", "sparse_video_gen_2_attn"
-SKIP, SOL = "skip_softmax", "sol_attn"
+SOL = "sol_attn"
 # The tiny model.
 NUM_LAYERS, NUM_HEADS = 2, 4
 # Sparse in every layer from the first step on.
@@ -32,7 +32,6 @@ SPARSE: dict[str, dict[str, Any]] = {
     VSA: {"sparsity": 0.5},
     VMOBA: {"first_full_step": 0, "temporal_chunk_size": 1},
     SVG2: {"svg2_num_q_centroids": 4, "svg2_num_k_centroids": 8, "svg2_first_times_fp": 0.0},
-    SKIP: {},
     SOL: {"top_k": 0.5},
 }
 
@@ -46,15 +45,11 @@ ALONE = [
     (VSA, {"tile_size": [6, 8, 8]}, r"tile_size must be one of \[4, 4, 4\], .*got \[6, 8, 8\]"),
     (VSA, {"dense_layers": "first"}, "dense_layers: expected ranges such as .*got 'first'"),
     (VSA, {"min_tokens": -5}, "min_tokens: expected 0 or more, got -5"),
-    (STA, {"skip_threshold": -1e-3}, r"skip_threshold: expected a number in \[0, 1\), got -0.001"),
-    (SKIP, {"skip_threshold": 1}, r"skip_threshold: expected a number in \[0, 1\), got 1.0"),
-    (SKIP, {"dense_first_steps": -1}, "dense_first_steps: expected 0 or more, got -1"),
+    (STA, {"skip_threshold": 0.1}, "skip_threshold is no option any more: skip-softmax was slower"),
     (SOL, {"top_k": 0.0}, r"top_k: expected a share of the key tiles in \(0, 1\], got 0.0"),
     (SOL, {"tile_size": [4, 0, 4]}, r"tile_size: expected three whole numbers of 1 or more, got \[4, 0, 4\]"),
     (SOL, {"dense_first_steps": -1}, "dense_first_steps must be 0 or more, got -1"),
-    (SKIP, {"tail": "pooled"}, "tail: every key is listed, .* leave it none, got pooled"),
     (STA, {"tail": "pool"}, r"sliding_tile_attn\.tail: expected one of 'none', 'pooled', got 'pool'"),
-    (VMOBA, {"skip_threshold": 0.1}, "V-MoBA computes every chunk by itself .* leave it 0, got 0.1"),
     (VSA, {"sparsty": 0.5}, "unknown option 'sparsty'. Did you mean 'sparsity'"),
     (VSA, {1: 0.5}, "unknown option 1|expected text keys, got 1"),
     (STA, {"window": [3, 0, 5]}, r"window: expected three whole numbers of 1 or more .*got \(3, 0, 5\)"),

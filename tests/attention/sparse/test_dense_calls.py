@@ -42,7 +42,6 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
         "steps 0 (svg2_first_times_fp 0.5)",
     ),
     "sol_attn": ({"tile_size": [2, 2, 2], "dense_first_steps": 1}, "steps 0 (dense_first_steps 1)"),
-    "skip_softmax": ({"dense_first_steps": 1}, "steps 0 (dense_first_steps 1)"),
 }
 
 

@@ -29,7 +29,6 @@ def test_options_are_those_of_sglang() -> None:
         "svg2_first_layers_fp": 0.03,
         "svg2_first_times_fp": 0.2,
         "min_tokens": 0,
-        "skip_threshold": 0.0,
         "tail": "none",
         "svg2_seed": 0,
     }

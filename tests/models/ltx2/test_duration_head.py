@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from diffusers import LTX2Pipeline
 from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 from tiny_ltx2 import ONE_SCALE
 
-from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_pipeline
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.models.published import model_of_name
 from diffusion_runtime.rules.predicted_length import LengthBounds
 from diffusion_runtime.session.resume import output_identity
 
@@ -96,3 +100,18 @@ def test_a_length_and_bounds_of_one_are_told_apart(pipeline: Pipeline, tiny_copy
     other = load_pipeline(str(tiny_copy()), device="cpu")
     with pytest.raises(RequestError, match="max_seconds: this model chooses no length for a prompt"):
         other.resolve(GenerationRequest("a circle", max_seconds=5.0))
+
+
+def test_files_of_parts_have_no_duration_head(
+    tiny_folder25: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bounds that are published for the whole folder are no request's of these."""
+    folder = shutil.copytree(tiny_folder25, tmp_path / "model")
+    next((folder / "duration_head").glob("*.safetensors")).unlink()
+    monkeypatch.setattr("diffusion_runtime.loading.model_rules.model_of_name", lambda _: model_of_name("ltx-2.5"))
+    file = tiny_folder25 / "transformer" / "diffusion_pytorch_model.safetensors"
+    for place, path, expected in ((tiny_folder25, None, (473, 1.0, 20.0)), (folder, str(file), (121, None, None))):
+        prepared = prepare(RuntimeConfig(str(place), device="cpu", transformer_path=path))
+        assert isinstance(prepared, PreparedModel)
+        asked = prepared.description.rules.resolve(GenerationRequest("a red circle"))
+        assert (asked.num_frames, asked.min_seconds, asked.max_seconds) == expected

@@ -366,6 +366,18 @@ def test_what_a_request_with_references_may_not_say(
         ours.resolve(GenerationRequest("a star", **TINY_SIZES, references=paths, **given))
 
 
+def test_a_prompt_that_names_other_references_is_said(ours: Pipeline, files: dict[str, str]) -> None:
+    """The sound of a video is a sound too."""
+    prompt = "<Picture 1>, <Picture 2> and <Picture 0> dance as in <Video 1>, and sing like <Audio 1> and <Audio 2>"
+    asked = GenerationRequest(prompt, **TINY_SIZES, references=(files["wide"], files["loud"]))
+    said = [each for each in ours.rules.unused(ours.resolve(asked)) if each.startswith("prompt: ")]
+    assert [each.split(" is no reference: there are ") for each in said] == [
+        ["prompt: <Picture 2>", "1 images, numbered from 1 in their order"],
+        ["prompt: <Picture 0>", "1 images, numbered from 1 in their order"],
+        ["prompt: <Audio 2>", "1 sounds, numbered from 1 in their order"],
+    ]
+
+
 def test_other_models_take_no_references(tiny_minimax_h3_folder: Path, files: dict[str, str]) -> None:
     rules = inspect_pipeline(RuntimeConfig(str(tiny_minimax_h3_folder), device="cpu")).rules
     with pytest.raises(RequestError, match="references: this model takes no references, as minimax-h3-ref2va does"):

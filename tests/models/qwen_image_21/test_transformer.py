@@ -51,7 +51,7 @@ def theirs(tiny_qwen_image_21_folder: Path) -> QwenImage21Transformer2DModel:
 
 @contextlib.contextmanager
 def no_causal() -> Iterator[str]:
-    """A backend that attends to a prefix and does not do causal attention, as int8_attn on a GPU."""
+    """A backend that attends to a prefix and does not do causal attention, as fp8_attn on a GPU."""
 
     class NoCausal(ReferenceBackend):
         name: ClassVar[str] = "no_causal"

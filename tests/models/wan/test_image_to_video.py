@@ -236,7 +236,7 @@ def test_the_condition_is_what_diffusers_makes_of_the_images(folder_of: FolderOf
             assert found.latents.shape == expected.shape == (1, 20, 1 + num_frames // 4, 4, 6)
             assert torch.equal(found.latents[:, :4], expected[:, :4])
             assert relative(found.latents, expected) < 1e-5
-            embeddings = conditioner.embed(list(pictures.values())[: 1 + last])
+            embeddings = conditioner.embed(torch.from_numpy(numpy.array(each)) for each in opened[: 1 + last])
             assert relative(embeddings, tokens.flatten(0, 1)[None]) < 1e-5
             assert relative(quick.latents, expected) < 1e-4
     assert [part.component for part in conditioner.libraries] == ["vae encoder", "image_encoder"]

@@ -23,7 +23,7 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.decoders.interface import LatentDecoder
 from diffusion_runtime.denoising.noise import initial_noise
 from diffusion_runtime.errors import ModelLoadError, RequestError
-from diffusion_runtime.loading import inspect_pipeline
+from diffusion_runtime.loading import inspect_pipeline, prepare
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.request_rules import RequestRules
 
@@ -305,3 +305,33 @@ def test_a_draft_is_finished_by_the_expert_of_its_next_step(experts_folder: Path
     whole = ours(asked)
     for stop in (1, 3):
         assert_same(finished(ours, asked, stop, tmp_path), whole)
+
+
+def test_the_expert_that_no_request_uses_is_not_read(experts_folder: Path, tmp_path: Path) -> None:
+    asked = GenerationRequest("a circle", height=32, width=48, num_frames=5, num_inference_steps=2)
+    prepared = prepare(RuntimeConfig(str(experts_folder), device="cpu"))
+    whole = prepared.load()
+    for index, (name, component, other) in enumerate(
+        (("high_noise", "transformer", "transformer_2"), ("low_noise", "transformer_2", "transformer"))
+    ):
+        # The folder without the other one's weights, which would be an error to read.
+        folder = shutil.copytree(experts_folder, tmp_path / name)
+        for file in (folder / other).glob("*.safetensors"):
+            file.unlink()
+        request = dataclasses.replace(asked, expert=name)
+        prepared = prepare(RuntimeConfig(str(folder), device="cpu"))
+        requests = [prepared.rules.resolve(request)]
+        alone = prepared.for_these_alone(requests)
+        alone.check_files()
+        demand = alone.planned_for(requests).description.memory
+        assert [part.name for part in demand.demand.transformers] == [component]
+        pipeline = alone.load(None, requests)
+        parts = pipeline.transformer.experts
+        assert not any(each.is_meta for each in parts[index].parameters())
+        assert all(each.is_meta for each in parts[1 - index].parameters())
+        assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
+        # Requests that differ need both.
+        both = prepared.for_these_alone([*requests, prepared.rules.resolve(asked)])
+        assert both is prepared
+        with pytest.raises(ModelLoadError):
+            both.check_files()

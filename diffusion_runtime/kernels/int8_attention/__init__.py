@@ -1,1 +1,0 @@
-"""Attention with products in 8 bits: api, eager reference, Triton."""

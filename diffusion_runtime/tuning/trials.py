@@ -1,0 +1,176 @@
+"""Trials: clips of combinations, each beside the clip as given. What was measured is kept in the journal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from diffusion_runtime.attention.config import AttentionConfig
+from diffusion_runtime.config import RuntimeConfig
+from diffusion_runtime.core.step_info import StepInfo
+from diffusion_runtime.errors import DiffusionRuntimeError
+from diffusion_runtime.generation.interface import InspectablePipeline
+from diffusion_runtime.loading import prepare
+from diffusion_runtime.media import GeneratedMedia
+from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.profiling.instruments import attention_choices, watched_latents
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.tuning.clip_metrics import ClipMetrics, ReferenceClip, TunedPrompt
+from diffusion_runtime.tuning.combination import STAGES, Combination, Trial
+from diffusion_runtime.tuning.journal import Journal
+
+
+@dataclass
+class Trials:
+    """runtime: what every pipeline is loaded with, in addition to a combination's own; its attention choices have what
+    sparse methods need of the weights. dense: the choices that were given, which combinations are laid over. requests:
+    as given, not resolved, by prompt and seed; preset: of the model."""
+
+    runtime: RuntimeConfig
+    dense: AttentionConfig
+    requests: Mapping[tuple[str, int | None], GenerationRequest]
+    preset: str | None
+    metrics: ClipMetrics
+    journal: Journal
+    num_made: int = 0
+    seconds_made: float = 0.0
+    _loaded: tuple[RuntimeConfig, Pipeline] | None = None
+    _references: dict[tuple[str, int | None], ReferenceClip] = field(default_factory=dict)
+
+    def trial(self, combination: Combination, prompts: Sequence[TunedPrompt], done: Callable[[], None]) -> Trial:
+        """Measure what is not measured yet. Raises what loading and generating raise."""
+        rows = []
+        for prompt in prompts:
+            rows.append(self.journal.value(self._name(combination, prompt), partial(self._row, combination, prompt)))
+            done()
+        names = rows[0]["values"]
+        values = {name: statistics.fmean(row["values"][name] for row in rows) for name in names}
+        right = tuple(bool(row["values"]["accuracy"]) for row in rows) if "accuracy" in names else ()
+        quickest = min(rows, key=lambda row: sum(row["seconds"].values()))
+        return Trial(values, right, quickest["seconds"], rows[0]["num_steps"])
+
+    def warm_up(self, prompt: TunedPrompt) -> None:
+        """Make a clip as given that counts for nothing."""
+        given = Combination()
+        pipeline = self.pipeline(given)
+        self._made(pipeline, given, self.resolved(given, _key(prompt), pipeline.resolve))
+
+    def is_measured(self, combination: Combination, prompts: Sequence[TunedPrompt]) -> bool:
+        return all(self.journal.has(self._name(combination, prompt)) for prompt in prompts)
+
+    def pipeline(self, combination: Combination) -> Pipeline:
+        """Return the pipeline that a combination runs on; one is loaded at a time."""
+        runtime = combination.runtime(self.runtime)
+        if self._loaded is not None and self._loaded[0] == runtime:
+            return self._loaded[1]
+        self.close()
+        prepared = prepare(runtime)
+        loaded = prepared.load(None, [self.resolved(combination, key, prepared.rules.resolve) for key in self.requests])
+        assert isinstance(loaded, Pipeline)
+        self._loaded = (runtime, loaded)
+        return loaded
+
+    def resolved(self, combination: Combination, key: tuple[str, int | None], resolve: Any) -> GenerationRequest:
+        """resolve: of the model's rules."""
+        return resolve(combination.request(self.requests[key]), self.preset)  # type: ignore[no-any-return]
+
+    def refusal_of(self, combination: Combination, num_steps: int) -> DiffusionRuntimeError | None:
+        """Return why a combination cannot run here, before any weight is read; None where it can. num_steps: that were
+        given."""
+        choices = combination.attention(self.dense, num_steps)
+        try:
+            prepared = prepare(dataclasses.replace(combination.runtime(self.runtime), attention_override=choices))
+            self.resolved(combination, next(iter(self.requests)), prepared.rules.resolve)
+        except DiffusionRuntimeError as error:
+            return error
+        return None
+
+    @property
+    def seconds_per_clip(self) -> float | None:
+        """Return the seconds that clips took by the clock on the wall; None where none was made."""
+        return self.seconds_made / self.num_made if self.num_made else None
+
+    def close(self) -> None:
+        if self._loaded is not None:
+            self._loaded[1].close()
+            self._loaded = None
+
+    def _row(self, combination: Combination, prompt: TunedPrompt) -> dict[str, Any]:
+        key = _key(prompt)
+        reference = None
+        if combination.choices:
+            # First, as it may be loaded otherwise.
+            reference = self._reference(prompt)
+        pipeline = self.pipeline(combination)
+        request = self.resolved(combination, key, pipeline.resolve)
+        latents, media, seconds = self._made(pipeline, combination, request)
+        if reference is None:
+            reference = self._kept(key, latents, media)
+        assert request.num_inference_steps is not None
+        return {
+            "values": self.metrics.of(latents, media.frames, reference, prompt),
+            "seconds": seconds,
+            "num_steps": request.num_inference_steps,
+        }
+
+    def _made(
+        self, pipeline: InspectablePipeline, combination: Combination, request: GenerationRequest
+    ) -> tuple[torch.Tensor, GeneratedMedia, dict[str, float]]:
+        """Final latents on the CPU, the clip, and its seconds by stage: on a CPU those of the processor, which do not
+        count what else the machine does."""
+        last: list[torch.Tensor] = []
+
+        def watch(step: StepInfo, latents: torch.Tensor) -> None:
+            if step.index == step.num_steps - 1:
+                last[:] = [latents.detach().float().cpu().clone()]
+
+        choices = combination.attention(self.dense, request.num_inference_steps or 1)
+        with attention_choices(pipeline, choices), watched_latents(pipeline, watch):
+            begin, started = time.process_time(), time.perf_counter()
+            media = pipeline(request)
+            processor, elapsed = time.process_time() - begin, time.perf_counter() - started
+        self.num_made, self.seconds_made = self.num_made + 1, self.seconds_made + elapsed
+        seconds = {stage: float(media.timings.get(stage, 0.0)) for stage in STAGES}
+        total = sum(seconds.values())
+        scale = processor / total if pipeline.device.type == "cpu" and total > 0 else 1.0
+        return last[0], media, {stage: scale * value for stage, value in seconds.items()}
+
+    def _reference(self, prompt: TunedPrompt) -> ReferenceClip:
+        """The clip as given; made again where the journal has its figures and nobody its latents."""
+        key = _key(prompt)
+        if key not in self._references:
+            given = Combination()
+            pipeline = self.pipeline(given)
+            self._kept(key, *self._made(pipeline, given, self.resolved(given, key, pipeline.resolve))[:2])
+        return self._references[key]
+
+    def _kept(self, key: tuple[str, int | None], latents: torch.Tensor, media: GeneratedMedia) -> ReferenceClip:
+        kept = ReferenceClip(latents, media.frames if self.metrics.compare_frames else None)
+        self._references[key] = kept
+        return kept
+
+    def _name(self, combination: Combination, prompt: TunedPrompt) -> str:
+        """Return the name of a row in the journal: all that a combination sets."""
+        effects = [
+            {
+                "runtime": dict(choice.runtime),
+                "request": dict(choice.request),
+                "backend": choice.backend,
+                "cells": [(str(cell), spec.to_dict()) for cell, spec in choice.cells if spec is not None],
+                "made_for": choice.num_steps,
+            }
+            for _, choice in combination.choices
+        ]
+        return json.dumps(["trial", sorted(self.metrics.metrics), effects, *_key(prompt)], sort_keys=True, default=str)
+
+
+def _key(prompt: TunedPrompt) -> tuple[str, int | None]:
+    return prompt.request.prompt, prompt.request.seed
