@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusion_runtime.quality.emoji.scene import (
+from scripts.emoji.atlas import SPRITE, read_atlas
+from scripts.emoji.panoramas import panoramas
+from scripts.emoji.scene import (
     BOUNCING,
     DOWN,
     GROWING,
@@ -22,9 +24,7 @@ from diffusion_runtime.quality.emoji.scene import (
     hop_height,
     is_grounded,
 )
-from diffusion_runtime.quality.emoji.things import THINGS
-from scripts.emoji.atlas import SPRITE, read_atlas
-from scripts.emoji.panoramas import panoramas
+from scripts.emoji.things import THINGS
 
 NARROWEST = 0.1
 """Of its width, a spinning picture seen from its side."""

@@ -24,13 +24,13 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from diffusion_runtime.quality.emoji import prompts as emoji_prompts
-from diffusion_runtime.quality.emoji import scoring as emoji_scoring
-from diffusion_runtime.quality.emoji.detector import Detector
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
 from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind, evaluation_prompts
 from diffusion_runtime.quality.shapes.scoring import CheckClips, Generate, evaluate
+from scripts.emoji import prompts as emoji_prompts
+from scripts.emoji import scoring as emoji_scoring
+from scripts.emoji.detector import Detector
 from scripts.train_embedded.clip_vae import WholeClipVae
 from scripts.train_embedded.contact_sheet import save_sheet
 from scripts.train_embedded.export import SamplerScheduler, build_scheduler

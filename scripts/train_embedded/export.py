@@ -18,6 +18,7 @@ from scripts.train_embedded.architecture import (
     build_transformer,
     build_vae,
 )
+from scripts.train_embedded.eight_bits import load_eight_bits
 from scripts.train_embedded.world import SHAPES, WORLDS, World
 
 SamplerScheduler = FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler
@@ -95,12 +96,16 @@ def _write_tokenizer(folder: Path, world: World, *, streams: bool) -> None:
 
 
 def load_vae(path: Path, world: World = SHAPES) -> AutoencoderKLWan:
-    """A trained VAE, of a vae.pt or of an exported folder."""
+    """A trained VAE, of a vae.pt, of an 8-bit file or of an exported folder."""
     if path.is_dir():
         return AutoencoderKLWan.from_pretrained(path / "vae", torch_dtype=torch.float32)
-    trained = torch.load(path, map_location="cpu")
-    vae = build_vae(trained["latents_mean"], trained["latents_std"], world.sizes)
-    vae.load_state_dict(trained["state"])
+    if path.suffix == ".safetensors":
+        state, statistics = load_eight_bits(path)
+    else:
+        statistics = torch.load(path, map_location="cpu")
+        state = statistics["state"]
+    vae = build_vae(statistics["latents_mean"], statistics["latents_std"], world.sizes)
+    vae.load_state_dict(state)
     return vae
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diffusion_runtime.quality.emoji.detector import CELLS, FRAME, Detector, Maps
-from diffusion_runtime.quality.emoji.judge import Verdict, judge, read_clips
-from diffusion_runtime.quality.emoji.scene import SceneBatch
-from diffusion_runtime.quality.emoji.scoring import summarise
+from scripts.emoji.detector import CELLS, FRAME, Detector, Maps
+from scripts.emoji.judge import Verdict, judge, read_clips
 from scripts.emoji.render import Poses, background, compose, pick_pictures, poses, render
+from scripts.emoji.scene import SceneBatch
+from scripts.emoji.scoring import summarise
+from scripts.train_embedded.eight_bits import load_eight_bits, save_eight_bits
 from scripts.train_embedded.session import Average, Clock, Log, cosine
 from scripts.train_embedded.world import EMOJI
 
@@ -126,16 +126,10 @@ def measure(detector: Detector, device: str, count: int, two: float, size: int, 
     return verdicts
 
 
-def save_detector(detector: Detector, path: Path) -> None:
-    """bfloat16 safetensors."""
-    state = {name: value.detach().to("cpu", torch.bfloat16) for name, value in detector.state_dict().items()}
-    save_file({name: value.contiguous() for name, value in state.items()}, path)
-
-
 def load_detector(path: Path, device: str) -> Detector:
     """A trained detector in float32."""
     detector = Detector()
-    detector.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    detector.load_state_dict(load_eight_bits(path)[0])
     return detector.to(device).eval()
 
 
@@ -188,7 +182,7 @@ def main() -> None:
             )
             since = time.monotonic()
     average.swap()
-    save_detector(detector, arguments.out / "detector.safetensors")
+    save_eight_bits(detector.state_dict(), arguments.out / "detector.safetensors")
     log.write(event="saved", step=step, seconds=time.monotonic() - began)
     detector = load_detector(arguments.out / "detector.safetensors", device)
     for two, size in ((0.0, 256), (1.0, 256), (1.0, 128)):

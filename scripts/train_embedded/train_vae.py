@@ -22,6 +22,7 @@ from scripts.shapes.render import render_float
 from scripts.train_embedded.architecture import LATENT_CHANNELS, build_vae
 from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate, row_by_row
 from scripts.train_embedded.contact_sheet import save_sheet
+from scripts.train_embedded.export import load_vae
 from scripts.train_embedded.ranks import GradientAverage, Ranks, join_ranks
 from scripts.train_embedded.session import Average, Clock, Log, cosine
 from scripts.train_embedded.vae_buckets import TOY_BUCKETS, Bucket, VaeRecipe
@@ -40,7 +41,7 @@ DRAFT_EVERY = 120.0
 
 
 def loss_weights(clip: Tensor, covered: Tensor, recipe: VaeRecipe = SHAPES.vae) -> Tensor:
-    """[B, 1, T, H, W]: 1 on calm background; more where an object was within four frames, where one is, and on edges."""
+    """[B, 1, T, H, W]: 1 on calm background; more near objects within four frames, on objects, and on edges."""
     frames = covered.shape[1]
     near = F.max_pool2d(covered.clamp(max=1), 8, stride=4, padding=2)
     near = F.max_pool3d(near[:, None], (9, 1, 1), stride=1, padding=(4, 0, 0))[:, 0]
@@ -148,9 +149,7 @@ class VaeTraining:
         torch.manual_seed(seed)
         self._device, self._world = device, world
         self._generator = torch.Generator(device).manual_seed(ranks.seed(seed))
-        self.module = build_vae(sizes=world.sizes).to(device)
-        if init is not None:
-            self.module.load_state_dict(torch.load(init, map_location=device)["state"])
+        self.module = (build_vae(sizes=world.sizes) if init is None else load_vae(init, world)).to(device)
         if cuda:
             channels_last(self.module)
 
@@ -207,7 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--world", choices=tuple(WORLDS), default="shapes")
     parser.add_argument("--minutes", type=float, default=10.5, help="wall minutes, compiling included")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--init", type=Path, help="vae.pt to go on from")
+    parser.add_argument("--init", type=Path, help="vae.pt or 8-bit file to go on from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--toy", action="store_true", help="tiny clips, for a dry run on a CPU")

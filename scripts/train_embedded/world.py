@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from diffusion_runtime.quality.emoji import attributes as emoji_attributes
-from diffusion_runtime.quality.emoji import captions as emoji_captions
-from diffusion_runtime.quality.emoji import scene as emoji_scene
-from diffusion_runtime.quality.emoji.things import THING_NAMES
 from diffusion_runtime.quality.shapes import captions as shapes_captions
 from diffusion_runtime.quality.shapes import scene as shapes_scene
+from scripts.emoji import attributes as emoji_attributes
+from scripts.emoji import captions as emoji_captions
 from scripts.emoji import render as emoji_render
+from scripts.emoji import scene as emoji_scene
+from scripts.emoji.things import THING_NAMES
 from scripts.shapes.render import render_slots as render_shapes
 from scripts.train_embedded.architecture import EMOJI_SIZES, SHAPES_SIZES, Sizes
 from scripts.train_embedded.buckets import BUCKETS, EMOJI_BUCKETS, Bucket

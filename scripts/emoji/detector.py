@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffusion_runtime.quality.emoji.attributes import SCENE_NAMES, TIME_NAMES
-from diffusion_runtime.quality.emoji.things import THING_NAMES
+from scripts.emoji.attributes import SCENE_NAMES, TIME_NAMES
+from scripts.emoji.things import THING_NAMES
 
 FRAME = 128
 """Side in pixels that frames are brought to."""
