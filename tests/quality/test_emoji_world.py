@@ -34,7 +34,7 @@ def detector() -> Detector:
 
 @cache
 def rendered() -> tuple[list[SceneAttributes], list[Reading]]:
-    scenes = scenes_of(8, 0.5)
+    scenes = scenes_of(4, 0.5)
     return scenes.attributes(), read_clips(detector(), render(scenes, FRAMES, SIZE))
 
 
@@ -121,11 +121,11 @@ def test_the_judge_finds_what_is_wrong() -> None:
         assert not any(getattr(each, part) or each.joint for each in found), part
 
 
-def test_a_thing_that_vanishes_half_way_is_wrong() -> None:
+def test_a_thing_that_vanishes_is_wrong() -> None:
     scenes = scenes_of(4, seed=4)
     clips = render(scenes, 9, SIZE)
     empty = render(replace(scenes, num_objects=torch.zeros_like(scenes.num_objects)), 9, SIZE)
-    clips[:, 4:] = empty[:, 4:]
+    clips[:, 6:] = empty[:, 6:]
     assert not any(each.count for each in verdicts(scenes.attributes(), read_clips(detector(), clips)))
 
 
