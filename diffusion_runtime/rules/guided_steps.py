@@ -69,7 +69,7 @@ class GuidedSteps:
                 f"guidance_stop: expected more than guidance_start, {start:g}, got {self.shared.guidance_stop:g}; "
                 "guidance is turned off by --guidance-scale"
             )
-        if self.num_zero >= num_steps:
+        if self.num_zero and self.num_zero >= num_steps:
             raise RequestError(
                 f"zero_init_steps: expected fewer than the {num_steps} steps, got {self.num_zero}; its authors take 4 "
                 "% of them"
