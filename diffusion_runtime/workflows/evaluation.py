@@ -214,7 +214,9 @@ class Evaluation:
             if other is None:
                 raise NotSupportedError(f"an input is linked to node {shown(link.node)}, and there is none")
             if outputs and not 0 <= link.output < len(outputs):
-                raise NotSupportedError(f"an input is linked to output {link.output} of {other}, which is not read here")
+                raise NotSupportedError(
+                    f"an input is linked to output {link.output} of {other}, which is not read here"
+                )
 
     def _is_waiting(self, link: Link) -> bool:
         return link.node in self.graph.nodes and link.node not in self._outputs

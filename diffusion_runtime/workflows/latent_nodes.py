@@ -17,7 +17,6 @@ from diffusion_runtime.workflows.values import (
     VaeValue,
 )
 
-
 # Pixels to a side of what models take: one latent, in two by two of them.
 _ENCODED = 16
 

@@ -15,7 +15,6 @@ from diffusion_runtime.workflows.values import (
     Unknown,
 )
 
-
 # Fields that take a video.
 _FILMS = ("video_path", "mask_path")
 

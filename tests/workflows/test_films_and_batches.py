@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tables import table
-from workflows.comfy_graphs import node, z_image
+from workflows.comfy_graphs import node
 from workflows.test_guidance_nodes import BOTH, SAMPLER, wan
 from workflows.test_translation import Nodes, graph_of, refused, translated, verdicts
 
@@ -191,9 +191,7 @@ def test_many_nodes_end() -> None:
         "nodes": [node(index, "PrimitiveInt", [3], {"value*": index}) for index in range(many)],
         "links": [[index, -10, 0, index, 0, "INT"] for index in range(many)],
     }
-    found = graph_of_document({"nodes": [node(1, "sub", [], {"amount*": None})], "definitions": {"subgraphs": [within]}})
+    found = graph_of_document(
+        {"nodes": [node(1, "sub", [], {"amount*": None})], "definitions": {"subgraphs": [within]}}
+    )
     assert found.nodes["1:7"].inputs["value"] == 3
-
-
-def test_an_old_image_still_has_its_own_seed() -> None:
-    assert translated(graph_of_document(z_image())).request["seed"] == 7
