@@ -73,8 +73,8 @@ class GuidedSteps:
         if not any(self.is_active(StepInfo(index, count)) for index in range(count)):
             raise RequestError(
                 f"guidance_start, guidance_stop: none of {count} steps is from {self.shares[0]:g} to "
-                f"{self.shares[1]:g}, of which the last one begins at {(count - 1) / count:.3g}; guidance is turned off "
-                "by --guidance-scale"
+                f"{self.shares[1]:g}, of which the last one begins at {(count - 1) / count:.3g}; guidance is turned "
+                "off by --guidance-scale"
             )
         if self.num_zero >= num_steps:
             raise RequestError(
