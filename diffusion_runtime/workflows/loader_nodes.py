@@ -128,6 +128,8 @@ def _passed(remark: str) -> Callable[[Call], tuple[Any, ...]]:
     """Return a node that gives its model on, and changes speed or memory alone."""
 
     def run(call: Call) -> tuple[Any, ...]:
+        if (dtype := call.text("dtype", "default")) != "default":
+            call.replaced(f"keys in the model's own number format, in place of {dtype}")
         call.without_effect(remark)
         return (call.of("model", ModelValue),)
 

@@ -80,7 +80,7 @@ def _value(raw: str) -> Any:
 def _with_mode(nodes: Mapping[str, Node], identity: str, mode: object) -> dict[str, Node]:
     if mode not in _MODES:
         raise WorkflowError(f"--set {identity}.mode: expected 2 (muted) or 4 (bypassed), got {shown(mode)}")
-    passed = _passed_on(nodes[identity]) if mode == 4 else []
+    passed: list[Link | None] = _passed_on(nodes[identity]) if mode == 4 else []
 
     def changed(node: Node) -> Node:
         inputs = dict(node.inputs)

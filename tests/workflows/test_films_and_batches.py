@@ -157,6 +157,12 @@ def test_a_picture_is_resized_as_an_old_file_says() -> None:
     assert "1440 x 720" in evaluation.findings["3"].remark
 
 
+def test_a_cache_of_fewer_bits_is_replaced() -> None:
+    for dtype, expected in (("default", Verdict.WITHOUT_EFFECT), ("fp8_e4m3fn", Verdict.REPLACED)):
+        nodes = wan({"7": ("QwenImage21Cache", {"model": ("1", 0), "device": "auto", "dtype": dtype})}, "7")
+        assert verdicts(translated(graph_of(nodes)))["7"] is expected
+
+
 def test_a_bypassed_node_gives_each_output_its_own_input() -> None:
     nodes = wan({"7": ("LTXVConditioning", {**BOTH, "frame_rate": 25})})
     first, values = nodes["9"]
