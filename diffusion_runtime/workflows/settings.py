@@ -80,7 +80,7 @@ def _value(raw: str) -> Any:
 def _with_mode(nodes: Mapping[str, Node], identity: str, mode: object) -> dict[str, Node]:
     if mode not in _MODES:
         raise WorkflowError(f"--set {identity}.mode: expected 2 (muted) or 4 (bypassed), got {shown(mode)}")
-    passed: list[Link | None] = _passed_on(nodes[identity]) if mode == 4 else []
+    passed: Sequence[Link | None] = _passed_on(nodes[identity]) if mode == 4 else []
 
     def changed(node: Node) -> Node:
         inputs = dict(node.inputs)
@@ -96,7 +96,7 @@ def _with_mode(nodes: Mapping[str, Node], identity: str, mode: object) -> dict[s
 _PASSED = (("model", "clip"), ("positive", "negative", "latent"))
 
 
-def _passed_on(node: Node) -> list[Link | None]:
+def _passed_on(node: Node) -> Sequence[Link | None]:
     """Return what each output of a node is where it is bypassed: an input of the same kind. Kinds are not in this
     graph, and names stand for them."""
     links = {name: value for name, value in node.inputs.items() if isinstance(value, Link)}
