@@ -67,6 +67,8 @@ def another(name: str, value: Any) -> Any:
         return ("star.png",)
     if isinstance(check, FrameConditions):
         return ((9, "star.png", 0.5),)
+    if getattr(check, "maximum", None) is not None:
+        return check.maximum
     return f"{value}." if check.kind is str else check.kind((value or 0) + 16)
 
 
