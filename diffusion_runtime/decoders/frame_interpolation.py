@@ -210,8 +210,9 @@ class FrameInterpolator:
                 picture = self.picture(first, second, index / (number + 1))
                 if not bool(picture.isfinite().all()):
                     raise DiffusionRuntimeError(
-                        "interpolate: a frame between two is not made of numbers, so the weights of --interpolation-path "
-                        f"are damaged or not those of RIFE {self.version}: copy or download them again"
+                        "interpolate: a frame between two is not made of numbers, so the weights of "
+                        f"--interpolation-path are damaged or not those of RIFE {self.version}: copy or download them "
+                        "again"
                     )
                 pixels = (picture[0, :, :height, :width] * 255).round_().clamp_(0, 255).to(torch.uint8)
                 made.append(pixels.permute(1, 2, 0).cpu())

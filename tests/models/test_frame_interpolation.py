@@ -272,6 +272,13 @@ def test_the_authors_file_is_converted(tmp_path: Path, capsys: pytest.CaptureFix
     torch.save(without(theirs, "module.encode.cnn1"), source)
     for arguments in ([str(tmp_path / "other.safetensors")], [str(tmp_path / "folder")]):
         assert run(["models", "convert", str(source), *arguments, "--as", "rife"]) != 0
+    capsys.readouterr()
+    for further, message in (
+        ([], "for weights of RIFE --as rife"),
+        (["--as", "riff", "--base", str(tmp_path)], "Did you mean 'rife'?"),
+    ):
+        assert run(["models", "convert", str(source), str(tmp_path / "two.safetensors"), *further]) != 0
+        assert message in capsys.readouterr().err
     torch.save({**theirs, "module.blocks.0.lastconv.0.bias": torch.zeros(52)}, source)
     capsys.readouterr()
     assert run(["models", "convert", str(source), str(tmp_path / "two.safetensors"), "--as", "rife"]) != 0
