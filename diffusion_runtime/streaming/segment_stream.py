@@ -50,11 +50,11 @@ class SegmentStream(Iterator[StreamedFrames]):
         keeps_frames: bool = False,
         load_timings: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """run: of the one request. recipe: of its generation, without notes. resources: closed with the stream. Raises
-        RequestError for a video whose sound would be left out."""
+        """run: of the one request, which check_streamable has passed. recipe: of its generation, without notes.
+        resources: closed with the stream."""
         plan = run.settings.segments
-        if source_sound(run.settings, run.recorder) is not None:
-            raise RequestError("stream: a file that grows has no sound, and this video has one; leave the stream out")
+        # Notes where a sound is left out since the rates differ.
+        source_sound(run.settings, run.recorder)
         self.fps = run.settings.frame_rate
         self.device = run.device
         self.num_frames_of_video = plan.num_frames
