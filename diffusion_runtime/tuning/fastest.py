@@ -22,7 +22,7 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.explanation.estimate import duration_text
 from diffusion_runtime.session.reporter import Reporter
 from diffusion_runtime.tuning.axes import Axis, Choice, Situation, plain_steps
-from diffusion_runtime.tuning.budget import Budget, all_met
+from diffusion_runtime.tuning.budget import Budget, all_met, empty_bounds
 from diffusion_runtime.tuning.clip_metrics import TunedPrompt
 from diffusion_runtime.tuning.combination import Combination, Expectation, Trial, expected
 from diffusion_runtime.tuning.found import Found, LeftOut
@@ -60,7 +60,6 @@ class FastestSearch:
     sparse_plan: Plan | None = None
     left_out: list[LeftOut] = field(default_factory=list)
     ended_by: str = ""
-    remarks: list[str] = field(default_factory=list)
 
     def found(self) -> Found:
         end = time.monotonic() + 60 * self.minutes
@@ -69,7 +68,9 @@ class FastestSearch:
             # The first clip of a process also imports, allocates and compiles.
             self.trials.warm_up(self.measured[0])
         self.reference = self._trial(given, self.measured)
-        self._say_empty_bounds()
+        remarks = empty_bounds(self.budgets, self.reference.values)
+        for remark in remarks:
+            self.reporter.say(remark)
         # Verified are the setting as given, what is found, and plain steps.
         verification = 3 * len(self.verified) * self._seconds_per_clip
         self.deadline = end - max(verification, 60 * self.minutes * _SHARE_OF_VERIFICATION)
@@ -100,7 +101,7 @@ class FastestSearch:
             plain,
             plain is not None and self._is_met(plain, reference),
             self.ended_by,
-            tuple(self.remarks),
+            remarks,
         )
 
     def counts(self) -> dict[str, int]:
@@ -126,18 +127,6 @@ class FastestSearch:
     @property
     def _seconds_per_clip(self) -> float:
         return self.trials.seconds_per_clip or self.reference.total
-
-    def _say_empty_bounds(self) -> None:
-        """Say where the clips as given are so bad that every setting is within the budget."""
-        for budget in self.budgets:
-            if budget.metric == "accuracy" and budget.bound(self.reference.values) <= 0:
-                right = self.reference.values["accuracy"]
-                self.remarks.append(
-                    f"{budget}: of the clips as given {right:.0%} show what they name, so that any setting is within "
-                    "it; take a size and steps that the model was made for, more prompts, or a metric such as psnr>=25"
-                )
-        for text in self.remarks:
-            self.reporter.say(text)
 
     def _say_times(self) -> None:
         """Say what the search takes at most, now that one clip's time is known."""
