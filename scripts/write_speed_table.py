@@ -57,7 +57,8 @@ def table() -> str:
     rows = sorted(((speed_up(row), row) for row in declared()["rows"]), key=lambda each: -each[0])
     lines = [
         f"| {row['option']} | {row['case']} | {ratio:.2f}x{'' if ' over ' in row['case'] else ' over without'} | "
-        f"{row['loses']} | [{row['file']}](../benchmarks/results/{row['file']}.json) |\n"
+        f"{row['loses']} | "
+        f"[{row['file']}](../benchmarks/results/{row['file']}.json) |\n"
         for ratio, row in rows
     ]
     without = [

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -172,7 +173,8 @@ def _needs(model: PublishedModel) -> str:
     for word, is_needed in (("needs", True), ("takes", False)):
         names = [name for name, needed in model.images.items() if needed == is_needed]
         flags = [REQUEST_FIELDS[name].flag or f"--{name.replace('_', '-')}" for name in names]
-        lines += [f"{word} {', '.join(flags)}"] if flags else []
+        if flags:
+            lines += textwrap.wrap(f"{word} {', '.join(flags)}", 58, subsequent_indent="  ", break_on_hyphens=False)
     lines += [f"takes --{name.replace('_', '-')} ({class_name})" for name, class_name in model.parts.items()]
     # Of a width that leaves room for the two columns of memory in 80 characters.
     return "".join(f"\n  {line}" for line in lines)

@@ -31,7 +31,9 @@ VERBS = {
     "batch": Verb("batch", "Make the rows of a file: a result per row, a manifest, resume."),
     "explain": Verb("explain", "Show what a generation would run and cost; no weight is read."),
     "compare": Verb("compare", "Compare settings: the same prompts, seeds and sizes under each, beside the first."),
-    "tune": Verb("tune", "Tune sparse attention: the fewest pairs under a quality budget, by layer and step."),
+    "tune": Verb(
+        "tune", "Find the fastest setting within a quality budget: attention, sparsity, steps, caches, 8 bits, decoder."
+    ),
     "backends": Verb("backends", "List what each attention backend can do here, or why not and what to type."),
     "doctor": Verb("doctor", "Check this machine: torch, driver, packages, disk, model, backends."),
     "calibrate": Verb(

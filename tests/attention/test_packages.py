@@ -181,7 +181,7 @@ class OnHopper(torch.Tensor):
     is_cuda = True
 flash4.detect_hardware = triton.detect_hardware = lambda device: hopper
 there = q.as_subclass(OnHopper)
-auto = api._choose("auto", there, plan, 0.0, False)
+auto = api._choose("auto", there, plan, False)
 print(json.dumps({"chosen": chosen, "flash4": flash4.refusal(there, plan), "auto": auto}))
 """
 

@@ -48,7 +48,7 @@ OTHER_PROGRAMS = {
     *("apt-get", "curl", "torchrun", "docker", "ffplay", "..."),
 }
 # Blocks that no CPU can run, not even as a dry run.
-NUM_NOT_RUN = 7
+NUM_NOT_RUN = 8
 # What only the reader has: weights, a placeholder in capitals, what an earlier command of the page would have written,
 # several GPUs, a real run to profile.
 OF_THE_READER = re.compile(

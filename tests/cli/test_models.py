@@ -31,7 +31,8 @@ def test_the_table_fits_a_terminal(command: Command, monkeypatch: pytest.MonkeyP
         # Side by side, whatever the longest path is.
         row, below = next(pair for pair in itertools.pairwise(rows) if f" {model.model_path} " in pair[0])
         assert re.fullmatch(r".* [\d.]+ [GM]B +[\d.]+ [GM]B *", row)
-        assert ("download" if model.download_gb else "inside") in below
+        from_elsewhere = "files of yours" if model.files_alone else "download"
+        assert (from_elsewhere if model.download_gb else "inside") in below
     assert all(preset.name in shown.out for preset in sampling_presets())
 
 

@@ -76,10 +76,10 @@ def test_cells_are_the_pairs_of_the_dense_mask(backend: str) -> None:
     assert not plan.is_dense
     counter = DensityCounter()
     counter.add(layer, step, [Kept(plan)])
-    counter.add(layer, step, [Kept(), Kept(skipped=torch.tensor([3, 4]))])
+    counter.add(layer, step, [Kept(), Kept(plan)])
     mask = plan.to_dense_mask()
     density = float(mask.double().mean())
-    assert counter.layers()[0].steps[:4] == (None, None, None, pytest.approx((density + (1 + 0.25) / 2) / 2))
+    assert counter.layers()[0].steps[:4] == (None, None, None, pytest.approx((density + (1 + density) / 2) / 2))
     picture = counter.picture
     assert picture is not None
     # Pairs of head 0 within the grid, by the blocks that its plan names.
