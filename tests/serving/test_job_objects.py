@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusion_runtime.serving.job_objects import _frames_of_file
 from tables import table
+
+from diffusion_runtime.serving.job_objects import _frames_of_file
 
 REQUEST = {"num_frames": 5, "fps": 12}
 DOUBLED = {**REQUEST, "interpolate": 2}
