@@ -12,12 +12,12 @@ from diffusion_runtime.cli.consoles import console_on_stdout
 from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.core.spellings import own_name
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.request.interpolation import RIFE
 from diffusion_runtime.untrusted.printable import printable
 
 if TYPE_CHECKING:
     from diffusion_runtime.models.conversion.conversion import ConversionReport
 
-INTERPOLATION = "rife"
 SCHEMA = "diffusion_runtime.models.convert/1"
 EPILOG = """[bold]Examples[/]
 
@@ -65,7 +65,7 @@ def convert(
 
     Only tensors are read (weights_only): a file that asks for anything else is refused, and nothing of it runs.
     """
-    is_interpolation = checkpoint == INTERPOLATION
+    is_interpolation = checkpoint == RIFE
     dtype = own_name("dtype", dtype or ("float32" if is_interpolation else "bfloat16"), _DTYPES)
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype: expected {', '.join(_DTYPES)}, got {dtype}")
@@ -119,7 +119,7 @@ def show(report: ConversionReport) -> None:
     ]
     if report.left_out:
         lines.append(f"left out: {len(report.left_out)} tensors for training: {listed(report.left_out)}")
-    if report.checkpoint is not None and report.checkpoint.startswith(INTERPOLATION):
+    if report.checkpoint is not None and report.checkpoint.startswith(RIFE):
         lines.append(f"use: --interpolation-path {report.output} --interpolate 2 ({report.checkpoint})")
     elif report.checkpoint is None:
         lines.append(f"use: --lora {report.output}")

@@ -50,8 +50,9 @@ _MINUTES, _MAX_MINUTES = 20.0, 7 * 24 * 60.0
 def tune(context: typer.Context, **given: Any) -> None:
     """Find the fastest setting within a quality budget: attention, sparsity, steps, caches, 8 bits, decoder.
 
-    Some prompts measure, the others verify. With --methods and no --over: the sparsest attention,
-    by layer and step. The YAML is for generate --config. Flags as in generate.
+    Some prompts measure, the others verify. The YAML is for generate --config.
+
+    With --methods and no --over: the sparsest attention, by layer and step.
     """
     del context
     own = {name: given.pop(name) for name in _OWN}
@@ -99,7 +100,8 @@ def _tuned_over_everything(tuning: Tuning, own: dict[str, Any], terminal: Termin
     from diffusion_runtime.tuning.axes import chosen_axes
     from diffusion_runtime.tuning.tune_fastest import tune_fastest
 
-    return tune_fastest(tuning, chosen_axes(_names(own["over"])), own["minutes"], terminal, journal)
+    minutes = _MINUTES if own["minutes"] is None else own["minutes"]
+    return tune_fastest(tuning, chosen_axes(_names(own["over"])), minutes, terminal, journal)
 
 
 def _names(texts: Sequence[str] | None) -> list[str]:
@@ -112,8 +114,14 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
     from diffusion_runtime.tuning.budget import parse_budgets
 
     budgets = parse_budgets(own["budget"] or ())
-    if not 0 < own["minutes"] <= _MAX_MINUTES:
-        raise ConfigError(f"--minutes: expected a number above 0, up to {_MAX_MINUTES:g}, got {own['minutes']:g}")
+    minutes = own["minutes"]
+    if minutes is not None and not 0 < minutes <= _MAX_MINUTES:
+        raise ConfigError(f"--minutes: expected a number above 0, up to {_MAX_MINUTES:g}, got {minutes:g}")
+    if minutes is not None and not _is_over_everything(own):
+        raise ConfigError(
+            "--minutes: with --methods and no --over the sparsest attention is searched to its end; leave it out, or "
+            "add --over sparse for the fastest"
+        )
     methods = _names(own["methods"])
     for name in _RANGES:
         if not 1 <= own[name] <= _MAX_RANGES:
@@ -233,8 +241,8 @@ def _parameters() -> list[inspect.Parameter]:
         parameter("over", None, Annotated[list[str] | None, _option(over, "--over", "AXES")]),
         parameter(
             "minutes",
-            _MINUTES,
-            Annotated[float, _option("The most that it takes. Default: 20.", "--minutes", "N")],
+            None,
+            Annotated[float | None, _option("The most that it takes. Default: 20.", "--minutes", "N")],
         ),
         parameter("methods", None, Annotated[list[str] | None, _option(methods, "--methods", "NAMES")]),
         parameter("prompt_set", None, prompt_set_option(_TUNE)),

@@ -64,6 +64,8 @@ def _show_fastest(result: FastestResult, terminal: Terminal) -> None:
     ]
     terminal.say(f"\nOn {len(result.verified_prompts)} prompts that were not measured; {' '.join(result.budgets)}")
     terminal.show(figures_table(columns, rows))
+    for remark in found.remarks:
+        terminal.warn(remark)
     if found.ended_by:
         terminal.warn(f"{found.ended_by}: what was measured is kept in the file; --minutes N searches longer")
     if not found.is_met:

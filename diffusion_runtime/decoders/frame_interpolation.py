@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from diffusion_runtime.core.empty_modules import empty_modules
 from diffusion_runtime.decoders.interpolation_network import InterpolationNetwork, InterpolationShape
-from diffusion_runtime.errors import ModelLoadError, shown_name
+from diffusion_runtime.errors import DiffusionRuntimeError, ModelLoadError, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.request.interpolation import CONVERTED, PUBLISHED
@@ -39,6 +39,7 @@ _KNOWN = f"known are {'; '.join(VERSIONS)}"
 _FLOATS = ("F32", "F16", "BF16")
 # The authors' files number their blocks without a dot.
 _BLOCK = re.compile(r"block(\d)\.")
+TWICE = f"two tensors are one by another spelling of their blocks; {DAMAGED}"
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -164,7 +165,7 @@ def open_interpolation(path: str) -> InterpolationFile:
     heads, _ = stored_heads(place)
     named = {own_name(name): head for name, head in heads.items()}
     if len(named) != len(heads):
-        raise ModelLoadError(f"{place}: two tensors are one by another spelling of their blocks; {DAMAGED}")
+        raise ModelLoadError(f"{place}: {TWICE}")
     version = version_of({name: tuple(head.shape) for name, head in named.items()}, str(place))
     odd = sorted({head.kind for head in named.values()} - set(_FLOATS))
     if odd:
@@ -200,12 +201,19 @@ class FrameInterpolator:
 
     def between(self, first: PreparedFrame, second: PreparedFrame, number: int, like: torch.Tensor) -> torch.Tensor:
         """Return so many frames at even times between two, uint8 on the CPU, [number, height, width, 3]; one by one, so
-        that they do not depend on how many there are. like: a frame of their size."""
+        that they do not depend on how many there are. like: a frame of their size. Raises DiffusionRuntimeError for
+        frames that are not numbers, which finite weights can make."""
         height, width = like.shape[:2]
         made = []
         with torch.inference_mode():
             for index in range(1, number + 1):
                 picture = self.picture(first, second, index / (number + 1))
+                if not bool(picture.isfinite().all()):
+                    raise DiffusionRuntimeError(
+                        "interpolate: a frame between two is not made of numbers, so the weights of "
+                        f"--interpolation-path are damaged or not those of RIFE {self.version}: copy or download them "
+                        "again"
+                    )
                 pixels = (picture[0, :, :height, :width] * 255).round_().clamp_(0, 255).to(torch.uint8)
                 made.append(pixels.permute(1, 2, 0).cpu())
         return torch.stack(made)

@@ -72,6 +72,16 @@ def _sound(
     return sound
 
 
+def has_source_sound(settings: BatchSettings) -> bool:
+    """Return whether the file would have the sound of the frames that are restored, by the head of their file."""
+    restoration = settings.sampling.restoration
+    if restoration is None:
+        return False
+    source = restoration.source(settings.shared)
+    is_there = source.fps is not None and has_sound(source.path, source.field)
+    return is_there and abs(settings.frame_rate - (source.fps or 0.0)) <= 1e-3
+
+
 def source_sound(settings: BatchSettings, recorder: AttentionRecorder) -> Audio | None:
     """Return the sound of the frames that are restored; None for a file without, and in models that restore none."""
     restoration, request = settings.sampling.restoration, settings.shared

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+RIFE = "rife"
+"""What `models convert --as` takes for its weights."""
 PUBLISHED = "rife_v4.26.safetensors (22.7 MB) of https://huggingface.co/Comfy-Org/frame_interpolation"
 CONVERTED = (
     "`diffusion-runtime models convert flownet.pkl rife.safetensors --as rife` makes one of the authors' file "

@@ -69,7 +69,14 @@ class GuidedSteps:
                 f"guidance_stop: expected more than guidance_start, {start:g}, got {self.shared.guidance_stop:g}; "
                 "guidance is turned off by --guidance-scale"
             )
-        if self.num_zero >= num_steps:
+        count = filled(self.shared.num_inference_steps)
+        if not any(self.is_active(StepInfo(index, count)) for index in range(count)):
+            raise RequestError(
+                f"guidance_start, guidance_stop: none of {count} steps is from {self.shares[0]:g} to "
+                f"{self.shares[1]:g}, of which the last one begins at {(count - 1) / count:.3g}; guidance is turned "
+                "off by --guidance-scale"
+            )
+        if self.num_zero and self.num_zero >= num_steps:
             raise RequestError(
                 f"zero_init_steps: expected fewer than the {num_steps} steps, got {self.num_zero}; its authors take 4 "
                 "% of them"

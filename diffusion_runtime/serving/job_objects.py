@@ -23,7 +23,7 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
     work, request = job.work, job.work["requests"][0]
     live = dispatcher.live(job.id) if job.status in (QUEUED, IN_PROGRESS) else None
     part = None if job.result is None else job.result["parts"][0]
-    num_frames, fps = request.get("num_frames"), request.get("fps")
+    num_frames, fps = _frames_of_file(request, part)
     seconds = None if not num_frames or not fps else num_frames / fps
     report = part["attention_report"] if part is not None and work["options"].get("return_report", True) else None
     keep = dispatcher.settings.limits.keep
@@ -68,6 +68,15 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "is_stream": job.is_stream,
         "forked_from_video_id": work.get("forked_from"),
     }
+
+
+def _frames_of_file(request: Mapping[str, Any], part: Mapping[str, Any] | None) -> tuple[int | None, float | None]:
+    """Return how many frames the file has and how many a second, those in between counted; before it is there, what
+    the request says."""
+    if part is not None:
+        return part["num_frames"], part["fps"]
+    num_frames, fps, between = request.get("num_frames"), request.get("fps"), request.get("interpolate") or 1
+    return None if num_frames is None else num_frames * between, None if fps is None else fps * between
 
 
 def _settings(work: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from diffusion_runtime.denoising.chunks import frames_needed, window_of
 from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.generation.chunk_decoding import DecodedChunk
 from diffusion_runtime.generation.chunked_denoiser import ChunkStream
-from diffusion_runtime.generation.frame_decoding import to_pixels
+from diffusion_runtime.generation.frame_decoding import has_source_sound, to_pixels
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.report.attention_report import AttentionRecorder, AttentionReport
@@ -381,7 +381,7 @@ def _end_decoding(decoding: Iterable[Future[DecodedChunk]]) -> None:
 
 def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: bool) -> None:
     """Raises RequestError for a video that is made at once, for one without an end that is made in segments or sees all
-    of its frames, or whose chunks have no room in the window, and for frames in between."""
+    of its frames, or whose chunks have no room in the window, for frames in between, and for a sound."""
     in_segments = settings.segments.is_apart
     if not rules.sampling.is_causal and not in_segments:
         others = "give --segment-frames, fewer than --num-frames, " if rules.sampling.continues_images else ""
@@ -394,6 +394,8 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
             "interpolate: the frames of a stream are given as they are made, and none between them; leave it out, or "
             "the stream"
         )
+    if has_source_sound(settings):
+        raise RequestError("stream: a file that grows has no sound, and this video has one; leave the stream out")
     if endless and in_segments:
         raise RequestError("stream: a video in segments has an end; give --num-frames or --seconds")
     if not endless:

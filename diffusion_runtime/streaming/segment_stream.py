@@ -50,11 +50,11 @@ class SegmentStream(Iterator[StreamedFrames]):
         keeps_frames: bool = False,
         load_timings: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """run: of the one request. recipe: of its generation, without notes. resources: closed with the stream. Raises
-        RequestError for a video whose sound would be left out."""
+        """run: of the one request, which check_streamable has passed. recipe: of its generation, without notes.
+        resources: closed with the stream."""
         plan = run.settings.segments
-        if source_sound(run.settings, run.recorder) is not None:
-            raise RequestError("stream: a file that grows has no sound, and this video has one; leave the stream out")
+        # Notes where a sound is left out since the rates differ.
+        source_sound(run.settings, run.recorder)
         self.fps = run.settings.frame_rate
         self.device = run.device
         self.num_frames_of_video = plan.num_frames
@@ -125,10 +125,11 @@ class SegmentStream(Iterator[StreamedFrames]):
     @property
     def recipe(self) -> dict[str, Any]:
         """Recipe that repeats the frames made so far: the request with their number; that of the whole video where
-        segments are blended, whose places follow from the end, or the first one is not done and has its own seed."""
+        segments are blended, whose places follow from the end, or the first one is not done: fewer frames than a
+        segment's would be a clip of that length, of other noise."""
         plan, seeds = self._run.settings.segments, self.request.segment_seeds
-        is_cut = 0 < self.num_frames < plan.num_frames and not plan.is_blended
-        if not is_cut or (seeds is not None and self.num_frames <= plan.length):
+        is_cut = plan.length <= self.num_frames < plan.num_frames and not plan.is_blended
+        if not is_cut or (seeds is not None and self.num_frames == plan.length):
             return dict(self._recipe)
         count = len(dataclasses.replace(plan, num_frames=self.num_frames))
         kept = None if seeds is None else seeds[:count]

@@ -85,6 +85,16 @@ def all_met(budgets: Sequence[Budget], figures: Figures, dense: Figures) -> bool
     return all(budget.is_met(figures, dense) for budget in budgets)
 
 
+def empty_bounds(budgets: Sequence[Budget], dense: Figures) -> tuple[str, ...]:
+    """Return a remark for each bound on accuracy that any setting meets, as clips as given are so bad."""
+    return tuple(
+        f"{budget}: of the clips as given {dense['accuracy']:.0%} show what they name, so that any setting is within "
+        "it; take a size and steps that the model was made for, more prompts, or a metric such as psnr>=25"
+        for budget in budgets
+        if budget.metric == "accuracy" and budget.bound(dense) <= 0
+    )
+
+
 def least_slack(budgets: Sequence[Budget], figures: Figures, dense: Figures) -> float:
     """Return the least slack of all budgets, each over the size of its bound, as units differ."""
     return min(budget.slack(figures, dense) / (abs(budget.bound(dense)) or 1.0) for budget in budgets)

@@ -22,7 +22,7 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.explanation.estimate import duration_text
 from diffusion_runtime.session.reporter import Reporter
 from diffusion_runtime.tuning.axes import Axis, Choice, Situation, plain_steps
-from diffusion_runtime.tuning.budget import Budget, all_met
+from diffusion_runtime.tuning.budget import Budget, all_met, empty_bounds
 from diffusion_runtime.tuning.clip_metrics import TunedPrompt
 from diffusion_runtime.tuning.combination import Combination, Expectation, Trial, expected
 from diffusion_runtime.tuning.found import Found, LeftOut
@@ -68,6 +68,9 @@ class FastestSearch:
             # The first clip of a process also imports, allocates and compiles.
             self.trials.warm_up(self.measured[0])
         self.reference = self._trial(given, self.measured)
+        remarks = empty_bounds(self.budgets, self.reference.values)
+        for remark in remarks:
+            self.reporter.say(remark)
         # Verified are the setting as given, what is found, and plain steps.
         verification = 3 * len(self.verified) * self._seconds_per_clip
         self.deadline = end - max(verification, 60 * self.minutes * _SHARE_OF_VERIFICATION)
@@ -98,6 +101,7 @@ class FastestSearch:
             plain,
             plain is not None and self._is_met(plain, reference),
             self.ended_by,
+            remarks,
         )
 
     def counts(self) -> dict[str, int]:

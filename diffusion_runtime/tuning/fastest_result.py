@@ -84,6 +84,7 @@ class FastestResult:
             "minutes": self.minutes,
             "candidates": self.num_candidates,
             "ended_by": found.ended_by or None,
+            "remarks": list(found.remarks),
             **{name: self.identity[name] for name in ("model", "config_sha256", "device", "dtype", "versions")},
             "verified": {
                 "as_given": found.reference.to_dict(),

@@ -21,7 +21,8 @@ class Found:
     """The outcome of a search. reference, plain: figures on the prompts for verification; plain: as many plain steps as
     take the time of `chosen`, None where that is all of them. alone: choices measured alone, on the measured prompts;
     tried: combinations there. is_met: whether anything faster than what was given is within the bound; chosen is
-    empty otherwise. ended_by: what ended the search early, empty for nothing."""
+    empty otherwise. ended_by: what ended the search early, empty for nothing. remarks: on bounds that say nothing of
+    the quality."""
 
     measured_reference: Trial
     reference: Trial
@@ -35,3 +36,4 @@ class Found:
     plain: Trial | None = None
     is_plain_met: bool = False
     ended_by: str = ""
+    remarks: tuple[str, ...] = ()

@@ -154,11 +154,20 @@ class _Parser:
         return value
 
     def _comparison(self) -> Number:
-        left = self._chain(("|",), lambda: self._chain(("&",), self._sum))
+        left = self._bits()
         sign = self._take(*_COMPARISONS)
         if sign is None:
             return left
-        return _COMPARISONS[sign](left, self._comparison())
+        holds = True
+        while sign is not None:
+            # 1 < 2 < 3 compares both pairs.
+            right = self._bits()
+            holds = holds and _COMPARISONS[sign](left, right)
+            left, sign = right, self._take(*_COMPARISONS)
+        return holds
+
+    def _bits(self) -> Number:
+        return self._chain(("|",), lambda: self._chain(("&",), self._sum))
 
     def _sum(self) -> Number:
         return self._chain(("+", "-"), lambda: self._chain(("*", "/", "//", "%"), self._signed))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diffusion_runtime.workflows.evaluation import Call, NodeClass
+from diffusion_runtime.workflows.picture_nodes import pictures_of
 from diffusion_runtime.workflows.values import (
     ClipValue,
     ConditioningValue,
@@ -55,23 +56,19 @@ def _flux_text(call: Call) -> tuple[Any, ...]:
     return (ConditioningValue(call.node, of_t5, clip, guidance=float(call.number("guidance", 3.5))),)
 
 
-def _pictures(values: list[PictureValue]) -> tuple[PictureValue, ...]:
-    return tuple(part for value in values for part in (value.parts or (value,)))
-
-
 def _edit_text(*names: str) -> Callable[[Call], tuple[Any, ...]]:
     def run(call: Call) -> tuple[Any, ...]:
         pictures = [picture for name in names if (picture := call.maybe(name, PictureValue)) is not None]
         clip = call.of("clip", ClipValue)
         if pictures and call.maybe("vae", VaeValue) is None:
             call.refuse("vae: nothing is linked: pictures that the text encoder alone sees; expected a VAE")
-        return (ConditioningValue(call.node, call.text("prompt"), clip, references=_pictures(pictures)),)
+        return (ConditioningValue(call.node, call.text("prompt"), clip, references=pictures_of(call, pictures)),)
 
     return run
 
 
 def _qwen_21(call: Call) -> tuple[Any, ...]:
-    clip, pictures = call.of("clip", ClipValue), _pictures(call.named_like("images.", PictureValue))
+    clip, pictures = call.of("clip", ClipValue), pictures_of(call, call.named_like("images.", PictureValue))
     texts = call.text("prompt"), call.text("negative_prompt")
     positive, negative = (ConditioningValue(call.node, text, clip, references=pictures) for text in texts)
     resolution = call.whole("resolution", 1024)
@@ -89,14 +86,14 @@ def _reference(call: Call) -> tuple[Any, ...]:
         return (conditioning,)
     if latent.start is None:
         call.refuse("latent: expected one of a picture (VAEEncode)")
-    references = (*conditioning.references, *(latent.start.parts or (latent.start,)))
+    references = pictures_of(call, [*conditioning.references, latent.start])
     return (dataclasses.replace(conditioning, references=references),)
 
 
 def _references(call: Call) -> tuple[Any, ...]:
     """ReferenceMultiLatent: pictures as references of both conditions."""
     positive, negative = _both(call)
-    pictures = _pictures(call.named_like("images.", PictureValue))
+    pictures = pictures_of(call, call.named_like("images.", PictureValue))
     call.maybe("vae", VaeValue)
     if pictures:
         call.replaced("references at the size of the model's own pipeline")
@@ -192,7 +189,7 @@ def _minimax(call: Call) -> tuple[Any, ...]:
 
 def _minimax_references(call: Call) -> tuple[Any, ...]:
     positive = ConditioningValue(call.node, call.text("prompt"), call.of("clip", ClipValue))
-    pictures = _pictures(call.named_like("ref_images.", PictureValue))
+    pictures = pictures_of(call, call.named_like("ref_images.", PictureValue))
     films = call.named_like("ref_videos.", PictureValue)
     sounds = call.named_like("ref_audios.", SoundValue)
     if call.named_like("ref_video_audios.", SoundValue):

@@ -6,14 +6,14 @@ nothing of muted nodes, links around bypassed ones, through reroutes, and throug
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from diffusion_runtime.errors import shown
 from diffusion_runtime.workflows.graph import MAX_NODES, Graph, Link, Node, WorkflowError
-from diffusion_runtime.workflows.node_widgets import CONTROL, EDITOR_KINDS, WIDGETS
+from diffusion_runtime.workflows.node_widgets import EDITOR_KINDS, widget_names
 
 _MAX_DEPTH = 16
 _ALWAYS, _NEVER, _BYPASS = 0, 2, 4
@@ -107,18 +107,8 @@ class _EditorNode:
         if isinstance(self.values, Mapping):
             return dict(self.values)
         values = list(self.values) if isinstance(self.values, list) else []
-        names: Sequence[str] = WIDGETS.get(self.kind) or _with_controls([e.name for e in self.inputs if e.is_widget])
+        names = widget_names(self.kind, [each.name for each in self.inputs if each.is_widget], values)
         return dict(zip(names, values, strict=False))
-
-
-def _with_controls(names: Iterable[str]) -> list[str]:
-    """Return names of widgets with the one that the editor adds behind every seed."""
-    found = []
-    for name in names:
-        found.append(name)
-        if name in ("seed", "noise_seed"):
-            found.append(CONTROL)
-    return found
 
 
 @dataclass(frozen=True)
@@ -138,6 +128,8 @@ class _Scope:
     links: dict[str, _EditorLink] = field(init=False)
     inner: dict[str, _Scope] = field(init=False, default_factory=dict)
     outputs: list[str | None] = field(init=False)
+    # What is behind a link that was followed.
+    resolved: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nodes, self.links, ends = {}, {}, {}
@@ -175,16 +167,19 @@ class _Scope:
     @cached_property
     def input_names(self) -> list[tuple[str, bool]]:
         """Name and whether it is a widget, of every input of the subgraph."""
-        found = []
-        for raw in _listed(self.content.get("inputs"), "inputs"):
-            ends = raw.get("linkIds")
-            keys = {_text(each) for each in ends} if isinstance(ends, list) else set()
-            is_widget = any(
-                entry.link in keys and entry.is_widget for node in self.nodes.values() for entry in node.inputs
-            )
-            found.append((_text(raw.get("name")), is_widget))
-        return found
+        links = {entry.link for node in self.nodes.values() for entry in node.inputs if entry.is_widget}
+        return [
+            (_text(raw.get("name")), not links.isdisjoint(ends))
+            for raw, ends in zip(_listed(self.content.get("inputs"), "inputs"), self._input_links, strict=True)
+        ]
 
+    @cached_property
+    def _input_links(self) -> list[list[str]]:
+        """The links from every input of the subgraph to nodes within, in their order."""
+        found = (raw.get("linkIds") for raw in _listed(self.content.get("inputs"), "inputs"))
+        return [[_text(each) for each in ends] if isinstance(ends, list) else [] for ends in found]
+
+    @cached_property
     def instance_values(self) -> dict[str, Any]:
         """Return values of the subgraph's inputs that its instance sets, by name."""
         assert self.parent is not None
@@ -214,19 +209,25 @@ class _Scope:
 
         Raises WorkflowError for a cycle.
         """
-        scope, seen = self, set()
+        scope, seen = self, dict[tuple[str, str], _Scope]()
         while True:
+            if link in scope.resolved:
+                value = scope.resolved[link]
+                break
             place = (scope.prefix, link)
             if place in seen:
                 raise WorkflowError(f"link {link}: a cycle of links through nodes that compute nothing")
-            seen.add(place)
+            seen[place] = scope
             found = scope.links.get(link)
-            if found is None:
-                return None
-            step = scope._step(found)
+            step = None if found is None else scope._step(found)
             if not isinstance(step, tuple) or isinstance(step, Link):
-                return step
+                value = step
+                break
             scope, link = step
+        # A long chain is walked once, however many nodes are behind it.
+        for (_, passed), each in seen.items():
+            each.resolved[passed] = value
+        return value
 
     def _step(self, link: _EditorLink) -> Any:
         """Return a scope and a link in it to follow, or what ends the search."""
@@ -263,29 +264,35 @@ class _Scope:
         entry = next((each for each in node.inputs if each.name == name), None)
         if entry is not None and entry.link is not None:
             return (outer, entry.link)
-        return self.instance_values().get(name, self._value_within(slot)) if is_widget else None
+        return self.instance_values.get(name, self._values_within[slot]) if is_widget else None
 
-    def _value_within(self, slot: int) -> Any:
-        """Return the value that an input of the subgraph shows: that of the first widget within which it is linked to,
-        and every other input that it is linked to has. _UNSET where there is none."""
-        ends = _listed(self.content.get("inputs"), "inputs")[slot].get("linkIds")
-        order = [_text(each) for each in ends] if isinstance(ends, list) else []
-        linked = [(entry.link, node, entry.name) for node in self.nodes.values() for entry in node.inputs]
+    @cached_property
+    def _values_within(self) -> list[Any]:
+        """The value that each input of the subgraph shows: that of the first widget within which it is linked to, and
+        every other input that it is linked to has. _UNSET where there is none."""
         shown_here = dict(self.promoted())
-        for _, node, name in sorted((e for e in linked if e[0] in order), key=lambda each: order.index(str(each[0]))):
-            values = {**node.widgets(), **shown_here.get(f"{self.prefix}{node.id}", {})}
-            if name in values:
-                return values[name]
-        return _UNSET
+        values: dict[str | None, Any] = {}
+        for node in self.nodes.values():
+            own = {**node.widgets(), **shown_here.get(f"{self.prefix}{node.id}", {})}
+            values |= {entry.link: own[entry.name] for entry in node.inputs if entry.name in own}
+        return [next((values[each] for each in ends if each in values), _UNSET) for ends in self._input_links]
+
+    @cached_property
+    def _setters(self) -> dict[Any, str | None]:
+        """The link that each name stands for, of the first node that sets it."""
+        found: dict[Any, str | None] = {}
+        for node in self.nodes.values():
+            if node.kind in _SETTERS and node.mode == _ALWAYS:
+                found.setdefault(_first_value(node), next((entry.link for entry in node.inputs), None))
+        return found
 
     def _set_under(self, getter: _EditorNode) -> Any:
         name = _first_value(getter)
         scope: _Scope | None = self
         while scope is not None:
-            for node in scope.nodes.values():
-                if node.kind in _SETTERS and node.mode == _ALWAYS and _first_value(node) == name:
-                    link = next((entry.link for entry in node.inputs), None)
-                    return None if link is None else (scope, link)
+            if name in scope._setters:
+                link = scope._setters[name]
+                return None if link is None else (scope, link)
             scope = None if scope.parent is None else scope.parent[0]
         return None
 
@@ -300,8 +307,10 @@ def _passed_through(node: _EditorNode, slot: int) -> str | None:
     return None if chosen is None else chosen.link
 
 
-def _first_value(node: _EditorNode) -> Any:
-    return node.values[0] if isinstance(node.values, list) and node.values else None
+def _first_value(node: _EditorNode) -> str | None:
+    """Return the name that a node sets or gets."""
+    value = node.values[0] if isinstance(node.values, list) and node.values else None
+    return value if isinstance(value, str) else None
 
 
 def _editor_node(raw: Mapping[str, Any]) -> _EditorNode:

@@ -204,7 +204,19 @@ class Evaluation:
                     raise WorkflowError(
                         f"{self.graph.nodes[each]}: its inputs lead back to it; a workflow has no cycles"
                     )
-            stack.append(waiting[0])
+            # A switch looks at its value before it says which side counts.
+            stack += waiting if self.table[node.kind].wanted is None else waiting[:1]
+
+    def _check_links(self, node: Node) -> None:
+        """Raises NotSupportedError for a link to nothing, which would be read as an input that is not linked."""
+        for link in self._links(node):
+            other, outputs = self.graph.nodes.get(link.node), self._outputs.get(link.node)
+            if other is None:
+                raise NotSupportedError(f"an input is linked to node {shown(link.node)}, and there is none")
+            if outputs and not 0 <= link.output < len(outputs):
+                raise NotSupportedError(
+                    f"an input is linked to output {link.output} of {other}, which is not read here"
+                )
 
     def _is_waiting(self, link: Link) -> bool:
         return link.node in self.graph.nodes and link.node not in self._outputs
@@ -232,6 +244,7 @@ class Evaluation:
             return ()
         call = Call(node, self._values(node), self.places)
         try:
+            self._check_links(node)
             outputs = known.run(call)
         except NotSupportedError as error:
             at = error.node or node

@@ -17,13 +17,25 @@ from diffusion_runtime.workflows.values import (
     VaeValue,
 )
 
+# Pixels to a side of what models take: one latent, in two by two of them.
+_ENCODED = 16
+
 
 def _encode(call: Call) -> tuple[Any, ...]:
     picture = call.of("pixels", PictureValue)
     call.maybe("vae", VaeValue)
+    width: int | Unknown
+    height: int | Unknown
     unknown = Unknown("the size is that of a picture that is not here")
-    width, height = picture.size or (unknown, unknown)
-    return (LatentValue(call.node, width, height, start=picture),)
+    width, height = unknown, unknown
+    if picture.size is not None:
+        width, height = (max(side // _ENCODED, 1) * _ENCODED for side in picture.size)
+        if (width, height) != picture.size:
+            call.replaced(f"the size {width} x {height}: a multiple of {_ENCODED}, where ComfyUI crops to one of 8")
+    frames: int | Unknown = 1
+    if picture.is_film:
+        frames = picture.num_frames or Unknown("the number of a video's frames is not known before it is read")
+    return (LatentValue(call.node, width, height, frames, start=picture),)
 
 
 def _empty(pixels: int, frames: str | None = None) -> Callable[[Call], tuple[Any, ...]]:

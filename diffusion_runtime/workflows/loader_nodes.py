@@ -25,6 +25,7 @@ from diffusion_runtime.workflows.values import (
 # rounding is 2.7 to 11 % with e4m3fn, and 5.3 % with e5m2.
 _ROUNDING = {"fp8_e4m3fn": "2.7 to 11 %", "fp8_e4m3fn_fast": "2.7 to 11 %", "fp8_e5m2": "5.3 %"}
 _FAST = "fp8_e4m3fn_fast"
+_MAX_LORAS = 1000
 
 
 def _weights(call: Call, name: str, folder: str) -> Weights:
@@ -83,6 +84,8 @@ def _lora(call: Call) -> tuple[Any, ...]:
     file, scale = call.text("lora_name"), float(call.number("strength_model", 1.0))
     of_clip = float(call.number("strength_clip", scale)) if clip is not None else scale
     lora = Lora(call.node, file, scale)
+    if max(len(each.loras) if each is not None else 0 for each in (model, clip)) >= _MAX_LORAS:
+        call.refuse(f"expected at most {_MAX_LORAS} LoRA files")
     if model is not None and scale == 0 and (clip is None or of_clip == 0):
         call.without_effect("its strength is 0")
         return (model, clip)
@@ -125,6 +128,8 @@ def _passed(remark: str) -> Callable[[Call], tuple[Any, ...]]:
     """Return a node that gives its model on, and changes speed or memory alone."""
 
     def run(call: Call) -> tuple[Any, ...]:
+        if (dtype := call.text("dtype", "default")) != "default":
+            call.replaced(f"keys in the model's own number format, in place of {dtype}")
         call.without_effect(remark)
         return (call.of("model", ModelValue),)
 

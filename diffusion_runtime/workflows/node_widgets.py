@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # What the editor adds behind a seed: fixed, randomize, increment or decrement.
 CONTROL = "control_after_generate"
@@ -11,8 +12,10 @@ EDITOR_KINDS = frozenset({"MarkdownNote", "Note", "Reroute", "PrimitiveNode", "S
 
 _PART = "start_at_step end_at_step return_with_leftover_noise"
 _SCAIL = "pose_strength pose_start pose_end video_frame_offset previous_frame_count replacement_mode"
+_ANIMATE = "video_frame_offset pose_strength pose_start_percent pose_end_percent reference_image_strength"
 _ORDER = f"""
 BasicScheduler: scheduler steps denoise
+BlockSparseAttention: selection selection.keep_percent start_percent end_percent dense_blocks min_tokens
 BetaSamplingScheduler: steps alpha beta
 CFGGuider: cfg
 CFGNorm: strength pre_cfg
@@ -42,6 +45,7 @@ EmptySD3LatentImage: width height batch_size
 Flux2Scheduler: steps width height
 FluxGuidance: guidance
 FluxKontextMultiReferenceLatentMethod: reference_latents_method
+HunyuanVideo15ImageToVideo: width height length batch_size
 ImageFromBatch: batch_index length
 ImageScale: upscale_method width height crop
 ImageScaleBy: upscale_method scale_by
@@ -64,11 +68,15 @@ LTXVScheduler: steps max_shift base_shift stretch terminal
 LatentUpscaleModelLoader: model_name
 LoadAudio: audio upload
 LoadImage: image upload
+LoadImageOutput: image
 LoadImageMask: image channel upload
 LoadVideo: file upload
 LoraLoader: lora_name strength_model strength_clip
 LoraLoaderModelOnly: lora_name strength_model
 ManualSigmas: sigmas
+MiniMaxH3ReferenceToVideo: prompt width height length ref_image_size
+MiniMaxH3SigmaShift: shift_video shift_audio
+ModelAttentionBackend: attention
 ModelSamplingAuraFlow: shift sampling
 ModelSamplingFlux: max_shift base_shift width height
 ModelSamplingSD3: shift
@@ -81,6 +89,7 @@ RandomNoise: noise_seed {CONTROL}
 ResolutionSelector: aspect_ratio megapixels multiple
 SCAIL2ColoredMask: object_indices sort_by replacement_mode
 SamplerCustom: add_noise noise_seed {CONTROL} cfg
+SamplerER_SDE: solver_type max_stage eta s_noise
 SamplerEulerAncestral: eta s_noise
 SamplerLCM: s_noise s_noise_end noise_clip_std
 SaveAnimatedWEBP: filename_prefix fps lossless quality method
@@ -106,11 +115,38 @@ UnetLoaderGGUF: unet_name
 VAEDecodeTiled: tile_size overlap temporal_size temporal_overlap
 VAELoader: vae_name
 Wan22ImageToVideoLatent: width height length batch_size
+WanAnimate2ToVideo: width height length batch_size {_ANIMATE}
 WanFirstLastFrameToVideo: width height length batch_size
 WanImageToVideo: width height length batch_size
 WanSCAILToVideo: width height length batch_size {_SCAIL}
 WanVaceToVideo: width height length batch_size strength
 """
+# Of a choice that has values of its own, by what is chosen.
+_RESIZE = {
+    "scale dimensions": ("width", "height", "crop"),
+    "scale by multiplier": ("multiplier",),
+    "scale longer dimension": ("longer_size",),
+    "scale shorter dimension": ("shorter_size",),
+    "scale width": ("width",),
+    "scale height": ("height",),
+    "scale total pixels": ("megapixels",),
+    "match size": ("crop",),
+}
 WIDGETS: Mapping[str, tuple[str, ...]] = {
     kind: tuple(names.split()) for kind, _, names in (line.partition(": ") for line in _ORDER.strip().splitlines())
 }
+
+
+def widget_names(kind: str, own: Sequence[str], values: Sequence[Any]) -> Sequence[str]:
+    """Return the names of a node's values in their order. own: the widgets that the file itself names, which an old
+    file does in part, or not at all."""
+    if kind == "ResizeImageMaskNode" and values and isinstance(values[0], str):
+        return ("resize_type", *(f"resize_type.{name}" for name in _RESIZE.get(values[0], ())), "scale_method")
+    known = WIDGETS.get(kind)
+    if known is not None:
+        return known
+    named = []
+    for name in own:
+        # The editor adds one behind every seed.
+        named += [name, CONTROL] if name in ("seed", "noise_seed") else [name]
+    return named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diffusion_runtime.workflows.evaluation import Call, NodeClass
@@ -18,6 +18,7 @@ from diffusion_runtime.workflows.values import (
 )
 
 _MEGAPIXEL = 1024 * 1024
+_MAX_PICTURES, _MAX_CHANGES = 1000, 100
 Size = tuple[int, int]
 
 
@@ -54,11 +55,19 @@ def _same(call: Call) -> tuple[Any, ...]:
     return (call.of("audio", SoundValue),)
 
 
+def pictures_of(call: Call, values: Sequence[PictureValue]) -> tuple[PictureValue, ...]:
+    """Return every picture of batches. Raises NotSupportedError for more than any model takes: batches of batches
+    double with each node."""
+    if sum(len(value.parts) or 1 for value in values) > _MAX_PICTURES:
+        call.refuse(f"expected at most {_MAX_PICTURES} pictures")
+    return tuple(part for value in values for part in (value.parts or (value,)))
+
+
 def _batch(call: Call) -> tuple[Any, ...]:
     pictures = call.named_like("image", PictureValue)
     if not pictures:
         return (None,)
-    parts = tuple(part for each in pictures for part in (each.parts or (each,)))
+    parts = pictures_of(call, pictures)
     return (dataclasses.replace(pictures[0], parts=parts) if len(parts) > 1 else parts[0],)
 
 
@@ -72,7 +81,13 @@ def _stitched(call: Call) -> tuple[Any, ...]:
 def _scaled(call: Call, picture: PictureValue, size: Size | None) -> tuple[Any, ...]:
     if size is not None:
         size = (max(size[0], 1), max(size[1], 1))
-    return (dataclasses.replace(picture, size=size, changed_by=(*picture.changed_by, call.node)),)
+    return (dataclasses.replace(_changed(call, picture), size=size),)
+
+
+def _changed(call: Call, picture: PictureValue) -> PictureValue:
+    if len(picture.changed_by) >= _MAX_CHANGES:
+        call.refuse(f"expected at most {_MAX_CHANGES} changes of one picture")
+    return dataclasses.replace(picture, changed_by=(*picture.changed_by, call.node))
 
 
 def _to_pixels(call: Call) -> tuple[Any, ...]:
@@ -157,8 +172,7 @@ def _kontext(call: Call) -> tuple[Any, ...]:
 
 def _compressed(call: Call) -> tuple[Any, ...]:
     """LTXVPreprocess: one frame of H.264 at a constant rate factor."""
-    picture = call.of("image", PictureValue)
-    return (dataclasses.replace(picture, changed_by=(*picture.changed_by, call.node)),)
+    return (_changed(call, call.of("image", PictureValue)),)
 
 
 def _trimmed(call: Call) -> tuple[Any, ...]:
@@ -173,6 +187,8 @@ def _movie(call: Call) -> tuple[Any, ...]:
     pictures, rate = call.of("images", PictureValue), call.raw("fps", 24)
     if call.raw("bit_depth", 8) not in (8, "8", "auto"):
         call.replaced("8 bits per colour, as the model's decoder is trained for")
+    if isinstance(rate, Unknown):
+        call.replaced("the model's rate, or --fps, where ComfyUI writes that of the video that is read")
     fps = 0.0 if isinstance(rate, Unknown) else float(call.number("fps", 24))
     return (MovieValue(call.node, pictures, fps, call.maybe("audio", SoundValue)),)
 
@@ -194,13 +210,16 @@ def _save_frames(call: Call) -> tuple[Any, ...]:
 
 
 def _cut(call: Call) -> tuple[Any, ...]:
-    """ImageFromBatch: the first frames of a video that is read, or one picture."""
+    """ImageFromBatch: the first frames of a video that is read, or the first pictures of a batch."""
     picture = call.of("image", PictureValue)
     if call.whole("batch_index", 0) != 0 or picture.decoded is not None:
         call.refuse("frames are cut out of a video, which no request says")
+    length = max(call.whole("length", 1), 1)
     if not picture.is_film:
-        return (picture,)
-    return (dataclasses.replace(picture, num_frames=call.whole("length", 1)),)
+        parts = picture.parts[:length]
+        return (dataclasses.replace(picture, parts=parts) if len(parts) > 1 else (*parts, picture)[0],)
+    before = length if picture.num_frames is None else picture.num_frames
+    return (dataclasses.replace(picture, num_frames=min(length, before)),)
 
 
 TABLE: Mapping[str, NodeClass] = {

@@ -25,6 +25,8 @@ _MAX_VALUES = 500_000
 # What decides where a JSON object ends, and how many of these are read in a file; a template has 20,000.
 _MARK = re.compile(rb'[{}"\\]')
 _MAX_MARKS = 4_000_000
+# Of a PNG or WebP; a picture of 1 GB in parts of 8 KB has as many. Empty ones would be read for minutes.
+_MAX_CHUNKS = 200_000
 # Keys of metadata, the graph that ran first: its seeds and switches are those of the file.
 _KEYS = (b"prompt", b"workflow")
 
@@ -109,7 +111,9 @@ def _parsed(text: bytes) -> Any:
 def _png_texts(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield a PNG's texts under the keys of workflows, the first of each: chunks tEXt, iTXt and zTXt."""
     at, wanted = 8, set(_KEYS)
-    while at + 8 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(content):
+            return
         length, kind = struct.unpack(">I4s", content[at : at + 8])
         data = content[at + 8 : at + 8 + length]
         at += length + 12
@@ -139,7 +143,9 @@ def _inflated(data: bytes) -> bytes:
 def _webp_texts(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the texts of a WebP: ComfyUI writes `prompt:...` and `workflow:...` as tags of its EXIF."""
     at = 12
-    while at + 8 <= len(content):
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(content):
+            return
         kind, length = struct.unpack("<4sI", content[at : at + 8])
         if kind == b"EXIF":
             yield from _any_texts(content[at + 8 : at + 8 + length])

@@ -17,9 +17,10 @@ from diffusion_runtime.workflows.values import ConditioningValue, SkipValue, Sta
 _EMBEDDED_GUIDANCE = 3.5
 
 
-def add_guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:
-    """Add the scales of guidance, the steps that have it, and the negative prompt. stage: the first one, with the
-    guidance of all."""
+def add_guidance(parts: RequestParts, stages: Sequence[StageValue], known: KnownModel) -> None:
+    """Add the scales of guidance, the steps that have it, and the negative prompt. stages: the first one has the
+    guidance of all, where the second is no expert of its own."""
+    stage, is_any_guided = stages[0], any(is_guided(each.guider) for each in stages)
     guider, positive = stage.guider, stage.guider.positive
     scale = guider.scale
     if known.guidance == EMBEDDED:
@@ -31,8 +32,8 @@ def add_guidance(parts: RequestParts, stage: StageValue, known: KnownModel) -> N
     if guider.audio_scale is not None or parts.published.request.get("audio_guidance_scale") is not None:
         parts.request["audio_guidance_scale"] = scale if guider.audio_scale is None else guider.audio_scale
     _turn_off_terms(parts)
-    _norm(parts, stage, known)
-    _zero_star(parts, stage)
+    _norm(parts, stage, known, is_any_guided)
+    _zero_star(parts, stage, is_any_guided)
     _skip(parts, stage, known)
     if not is_guided(guider):
         return
@@ -62,9 +63,9 @@ def _shares(chosen: Sequence[bool]) -> tuple[float, float]:
     return first / len(chosen), (last + 1) / len(chosen)
 
 
-def _norm(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:
+def _norm(parts: RequestParts, stage: StageValue, known: KnownModel, is_any_guided: bool) -> None:
     guider, norm = stage.guider, stage.guider.model.norm_of
-    if norm is not None and not is_guided(guider):
+    if norm is not None and not is_any_guided:
         parts.evaluation.note(norm, Verdict.WITHOUT_EFFECT, "the scale of guidance is 1")
     elif norm is not None and not known.norm:
         raise NotSupportedError("this model's guidance has no such norm here", norm)
@@ -72,13 +73,13 @@ def _norm(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:
         parts.replaced(guider.node, "guidance with the norm of the conditional prediction, as its authors compute it")
 
 
-def _zero_star(parts: RequestParts, stage: StageValue) -> None:
+def _zero_star(parts: RequestParts, stage: StageValue, is_any_guided: bool) -> None:
     found = stage.guider.model.zero_star
     if found is None:
         return
     if found.num_zero_steps:
         parts.request["zero_init_steps"] = found.num_zero_steps
-    if is_guided(stage.guider):
+    if is_any_guided:
         parts.request["cfg_zero_star"] = found.name
     elif not found.num_zero_steps:
         parts.evaluation.note(found.node, Verdict.WITHOUT_EFFECT, "the scale of guidance is 1")
@@ -95,6 +96,8 @@ def _skip(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:
     if skip.scale == 0 or not any(active):
         parts.evaluation.note(skip.node, Verdict.WITHOUT_EFFECT, "it is of no step here")
         return
+    if len(active) != len(guided_steps(stage)):
+        raise NotSupportedError("skipped layers beside a second stage; expected one stage", skip.node)
     alone = [each and not has for each, has in zip(active, guided_steps(stage), strict=True)]
     if skip.scale is not None and guided and any(alone):
         raise NotSupportedError(

@@ -15,6 +15,9 @@ from diffusion_runtime.workflows.values import (
     Unknown,
 )
 
+# Fields that take a video.
+_FILMS = ("video_path", "mask_path")
+
 
 def add_initial(parts: RequestParts, stage: StageValue, known: KnownModel) -> None:
     """Add the picture that is noised to the first level (denoise below 1)."""
@@ -35,15 +38,15 @@ def add_inputs(parts: RequestParts, stages: Sequence[StageValue]) -> None:
     if references:
         if "image_path" not in parts.published.images:
             raise NotSupportedError(f"pictures that {parts.model.name} does not take", stage.guider.positive.node)
-        paths = tuple(parts.file(each) for each in references)
+        paths = tuple(parts.picture_file(each) for each in references)
         parts.request["image_path"] = paths[0] if len(paths) == 1 else list(paths)
     for field in ("image_path", "last_image_path", "video_path", "image_mask_path", "mask_path"):
         picture = given.get(field)
         if isinstance(picture, PictureValue):
             _check_cut(parts, picture)
-            parts.request[field] = parts.one_file(picture)
+            parts.request[field] = (parts.one_file if field in _FILMS else parts.picture_file)(picture)
         elif isinstance(picture, tuple):
-            parts.request[field] = [parts.file(each) for each in picture]
+            parts.request[field] = [parts.picture_file(each) for each in picture]
     for field in ("conditioning_scale", "character_mode"):
         if field in given:
             parts.request[field] = given[field]
@@ -54,6 +57,9 @@ def add_inputs(parts: RequestParts, stages: Sequence[StageValue]) -> None:
     if named is not None:
         if not named:
             raise NotSupportedError("expected at least one reference: none is linked", stage.latent.node)
+        for each in named:
+            if isinstance(each, PictureValue) and each.num_frames is not None:
+                raise NotSupportedError("a video that is cut, as a reference: give a file of these frames", each.node)
         parts.request["references"] = [parts.file(each) for each in named]
     frames, last = given.get("frames", ()), stages[-1].latent
     if last.upscaled is not None:
@@ -89,7 +95,7 @@ def _frames(parts: RequestParts, stage: StageValue, frames: Sequence[tuple[int, 
     in_full = all(strength == 1 for _, _, strength in frames) and "second_stage_strength" not in parts.request
     if in_full and 0 in {at for at, _, _ in frames} and all(at in places for at, _, _ in frames):
         for at, picture, _ in frames:
-            parts.request[places[at]] = parts.one_file(picture)
+            parts.request[places[at]] = parts.picture_file(picture)
         return
     # A length is rounded down to whole latents, and a picture for the last frame goes with it.
     end = parts.request.get("num_frames")
@@ -98,7 +104,7 @@ def _frames(parts: RequestParts, stage: StageValue, frames: Sequence[tuple[int, 
         place = at if end is None else min(at, end - 1)
         if place != at:
             parts.replaced(picture.node, f"frame {place}, the last one, for frame {at}: the video has {end} frames")
-        conditions.append(f"{place}:{parts.one_file(picture)}@{strength:g}")
+        conditions.append(f"{place}:{parts.picture_file(picture)}@{strength:g}")
         if strength < 1:
             parts.replaced(picture.node, f"{strength:g} of it in what the model sees, as in diffusers' pipeline")
     parts.request["frame_conditions"] = conditions

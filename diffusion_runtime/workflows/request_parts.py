@@ -56,3 +56,13 @@ class RequestParts:
         if picture.parts:
             raise NotSupportedError(f"{len(picture.parts)} pictures where one is taken", picture.node)
         return self.file(picture)
+
+    def picture_file(self, picture: PictureValue) -> str:
+        """Return the path of one picture. Raises NotSupportedError for a video, and several."""
+        if picture.is_film:
+            raise NotSupportedError(
+                "a video where one picture is taken: give a file of its frame (ffmpeg -i VIDEO -frames:v 1 FRAME.png) "
+                "to a LoadImage",
+                picture.node,
+            )
+        return self.one_file(picture)

@@ -175,6 +175,10 @@ def _no_noise(call: Call) -> tuple[Any, ...]:
 def _sampled(call: Call, stage: StageValue) -> LatentValue:
     if stage.sampler.name in _WITHOUT_PENULTIMATE and stage.sigmas.own is not None:
         call.refuse(f"sampler_name: {stage.sampler.name} on a schedule that depends on the size")
+    levels = stage.sigmas.levels
+    if stage.sigmas.own is None and (len(levels) < 2 or levels[0] > 1):
+        what = f"a first noise level of {levels[0]:.4g}" if len(levels) > 1 else f"{len(levels)} noise levels"
+        call.refuse(f"sigmas: {what}; expected two or more, from 1 to 0")
     return dataclasses.replace(stage.latent, node=call.node, stage=stage)
 
 

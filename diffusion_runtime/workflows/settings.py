@@ -80,21 +80,30 @@ def _value(raw: str) -> Any:
 def _with_mode(nodes: Mapping[str, Node], identity: str, mode: object) -> dict[str, Node]:
     if mode not in _MODES:
         raise WorkflowError(f"--set {identity}.mode: expected 2 (muted) or 4 (bypassed), got {shown(mode)}")
-    # What an input of the same name or the first link passes on; the editor's kinds are not in this graph.
-    removed = nodes[identity]
-    passed = None
-    if mode == 4:
-        links = {name: value for name, value in removed.inputs.items() if isinstance(value, Link)}
-        passed = links.get("model") or next(iter(links.values()), None)
+    passed: Sequence[Link | None] = _passed_on(nodes[identity]) if mode == 4 else []
 
     def changed(node: Node) -> Node:
-        inputs = {
-            name: passed if isinstance(value, Link) and value.node == identity else value
-            for name, value in node.inputs.items()
-        }
+        inputs = dict(node.inputs)
+        for name, value in node.inputs.items():
+            if isinstance(value, Link) and value.node == identity:
+                inputs[name] = passed[value.output] if 0 <= value.output < len(passed) else None
         return dataclasses.replace(node, inputs={name: value for name, value in inputs.items() if value is not None})
 
     return {key: changed(node) for key, node in nodes.items() if key != identity}
+
+
+# Inputs that a node has as outputs as well, in the order of its outputs.
+_PASSED = (("model", "clip"), ("positive", "negative", "latent"))
+
+
+def _passed_on(node: Node) -> Sequence[Link | None]:
+    """Return what each output of a node is where it is bypassed: an input of the same kind. Kinds are not in this
+    graph, and names stand for them."""
+    links = {name: value for name, value in node.inputs.items() if isinstance(value, Link)}
+    for names in _PASSED:
+        if names[0] in links:
+            return [links.get(name) for name in names]
+    return list(links.values())[:1]
 
 
 def input_places(path: str, models_dir: Sequence[str], settings: Sequence[str] = ()) -> tuple[Path, ...]:

@@ -118,6 +118,7 @@ def _with_prompt(graph: Graph, prompt: str) -> Graph:
     return Graph(nodes)
 
 
+_GUIDERS = ("CFGGuider", "LTXVDualCFGGuider", "ScheduledCFGGuidance")
 _TEXT_KINDS = ("CLIPTextEncode", "CLIPTextEncodeFlux", "TextEncodeQwenImageEdit", "TextEncodeQwenImageEditPlus",
                "TextEncodeQwenImage21", "MiniMaxH3ImageToVideo", "MiniMaxH3ReferenceToVideo")  # fmt: skip
 
@@ -126,7 +127,7 @@ def _positive_texts(graph: Graph) -> set[str]:
     """Return the ids of nodes of texts that reach a `positive` or an only `conditioning` of a sampler or guider."""
     waiting = []
     for node in graph.nodes.values():
-        if node.kind in ("KSampler", "KSamplerAdvanced", "CFGGuider", "LTXVDualCFGGuider", "SamplerCustom"):
+        if node.kind in ("KSampler", "KSamplerAdvanced", "SamplerCustom") or node.kind in _GUIDERS:
             waiting.append(node.inputs.get("positive"))
         elif node.kind == "BasicGuider":
             waiting.append(node.inputs.get("conditioning"))

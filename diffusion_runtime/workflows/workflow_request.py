@@ -95,9 +95,16 @@ def _request_of(evaluation: Evaluation, latent: LatentValue, output: PictureValu
             f"{first.guider.model.weights.file}: no model that runs here has files of this name", node
         )
     published = next(each for each in published_models() if each.name == known.name)
+    zero_star = first.guider.model.zero_star
+    if len(all_stages) > 1 and zero_star is not None and zero_star.num_zero_steps:
+        raise NotSupportedError(
+            "use_zero_init: the first steps of each sampler would change nothing; expected false, or one sampler",
+            zero_star.node,
+        )
     parts = RequestParts(evaluation, known, published, {}, {}, {}, [], [])
     add_files(parts, stages, latent)
     _first_stage(parts, first, known)
+    add_guidance(parts, stages, known)
     _sizes(parts, stages, output)
     add_inputs(parts, stages)
     if len(stages) == 2 and upsamplers[1] is not None:
@@ -135,7 +142,6 @@ def _first_stage(parts: RequestParts, stage: StageValue, known: KnownModel) -> N
                 f"{stage.guider.model.audio_shift:g}",
                 stage.guider.model.shift_of,
             )
-    add_guidance(parts, stage, known)
 
 
 def _sizes(parts: RequestParts, stages: Sequence[StageValue], output: PictureValue | MovieValue) -> None:

@@ -129,7 +129,10 @@ def check(name: str, dtype: torch.dtype, head_dim: int, layout_name: str = "none
         assert lse.dtype == torch.float32
         assert torch.equal(lse == float("-inf"), expected_lse == float("-inf"))
         finite = expected_lse > float("-inf")
-        assert (lse[finite] - expected_lse[finite]).abs().max() < (2e-2 if BACKENDS[name].error_bound is None else 0.1)
+        # Rounded scores are off in proportion: 0.145 with a scale of 0.2, 1.6 times the usual one (fp8_attn).
+        usual = max(1.0, float(arguments.get("scale") or 0.0) * head_dim**0.5)  # type: ignore[arg-type]
+        bound = 2e-2 if BACKENDS[name].error_bound is None else 0.1 * usual
+        assert (lse[finite] - expected_lse[finite]).abs().max() < bound
     for x, was in zip((q, k, v), before, strict=True):
         assert torch.equal(x.nan_to_num(), was.nan_to_num())
     assert mask_before is None or torch.equal(mask_before, mask)  # type: ignore[arg-type]

@@ -196,6 +196,7 @@ def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder:
     [
         (("--methods", "vsa"), "--budget: expected what quality may cost"),
         (("--budget", "psnr>=30", "--minutes", "0"), "--minutes: expected a number above 0"),
+        (("--budget", "psnr>=30", "--minutes", "2", "--methods", "vsa"), "--minutes: with --methods and no --over"),
         (("--budget", "psnr>=30", "--over", "step,cache"), "--over: unknown axis 'step'. Did you mean 'steps'?"),
         (("--budget", "psnr>=30", "--over", "resolution"), "nothing is left to search: resolution: it makes another"),
         (("--budget", "psnr>=30", "--over", "step-cache"), "step-cache: it has no choice on this machine for 2 steps"),

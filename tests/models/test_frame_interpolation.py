@@ -247,6 +247,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     for path in (cut, lying):
         with pytest.raises(DiffusionRuntimeError, match="damaged"):
             open_interpolation(str(path))
+    # Numbers that lead beyond float32 make no black frames.
+    large = open_interpolation(str(file_of(tmp_path, {name: 1e30 * each for name, each in WEIGHTS.items()}))).load(CPU)
+    frame = smooth_frames(1, 32, 32)[0]
+    with pytest.raises(DiffusionRuntimeError, match="interpolate: a frame between two is not made of numbers"):
+        large.between(large.prepare(frame), large.prepare(frame.flip(0)), 1, frame)
     changed = open_interpolation(str(file_of(tmp_path, WEIGHTS)))
     file_of(tmp_path, random_weights("4.25 or 4.26"))
     with pytest.raises(DiffusionRuntimeError, match="the file has changed since"):
@@ -267,6 +272,17 @@ def test_the_authors_file_is_converted(tmp_path: Path, capsys: pytest.CaptureFix
     torch.save(without(theirs, "module.encode.cnn1"), source)
     for arguments in ([str(tmp_path / "other.safetensors")], [str(tmp_path / "folder")]):
         assert run(["models", "convert", str(source), *arguments, "--as", "rife"]) != 0
+    capsys.readouterr()
+    for further, message in (
+        ([], "for weights of RIFE --as rife"),
+        (["--as", "riff", "--base", str(tmp_path)], "Did you mean 'rife'?"),
+    ):
+        assert run(["models", "convert", str(source), str(tmp_path / "two.safetensors"), *further]) != 0
+        assert message in capsys.readouterr().err
+    torch.save({**theirs, "module.blocks.0.lastconv.0.bias": torch.zeros(52)}, source)
+    capsys.readouterr()
+    assert run(["models", "convert", str(source), str(tmp_path / "two.safetensors"), "--as", "rife"]) != 0
+    assert "two tensors are one by another spelling" in capsys.readouterr().err
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["flownet.pkl", "rife.safetensors"]
 
 

@@ -63,6 +63,7 @@ def test_wrong_values_are_refused_before_anything_runs(tiny_folder_of: Callable[
             {"guidance_start": 0.5, "guidance_stop": 0.5},
             "guidance_stop: expected more than guidance_start, 0.5, got 0.5",
         ),
+        ({"guidance_start": 0.8}, "none of 4 steps is from 0.8 to 1, of which the last one begins at 0.75"),
         ({"zero_init_steps": 4}, "zero_init_steps: expected fewer than the 4 steps, got 4"),
         ({"cfg_zero_star": "yes"}, "cfg_zero_star: unknown value 'yes'"),
         ({"negative_encoding": "zero"}, "negative_encoding: unknown value 'zero'"),

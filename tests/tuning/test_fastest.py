@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -106,13 +107,13 @@ def axes() -> list[Axis]:
     return [Axis(name, lines(list(choices))) for name, choices in WORLD.items()]
 
 
-def searched(world: World, bound: float, minutes: float = 1.0) -> tuple[Found, Silent]:
+def searched(world: World, bound: float, minutes: float = 1.0, budget: str = "") -> tuple[Found, Silent]:
     reporter = Silent()
     search = FastestSearch(
         trials=world,  # type: ignore[arg-type]
         axes=axes(),
         situation=Situation(PROMPTS[0].request, detect_hardware("cpu")),
-        budgets=parse_budgets([f"latent<={bound}"]),
+        budgets=parse_budgets([budget or f"latent<={bound}"]),
         measured=PROMPTS[:2],
         verified=PROMPTS[2:],
         minutes=minutes,
@@ -126,6 +127,22 @@ def best(bound: float, world: World) -> float:
     lines = [[None, *((axis, Choice(name)) for name in choices)] for axis, choices in WORLD.items()]
     every = [Combination(tuple(part for part in parts if part is not None)) for parts in itertools.product(*lines)]
     return min(world.figures(each)[0] for each in every if world.figures(each)[1] <= bound**2 + 1e-12)
+
+
+def test_a_bound_that_every_setting_meets_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for right, is_empty in ((0.0, True), (0.02, True), (0.5, False)):
+        world, trial = World(), World.trial
+
+        def with_accuracy(self: World, *given: Any, right: float = right, trial: Any = trial) -> Trial:
+            made = trial(self, *given)
+            return dataclasses.replace(made, values={**made.values, "accuracy": right})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(World, "trial", with_accuracy)
+            found, reporter = searched(world, 0.0, budget="accuracy>=dense-0.02")
+        assert bool(found.remarks) == is_empty
+        said = [text for text in reporter.lines if "so that any setting is within it" in text]
+        assert said == list(found.remarks)
 
 
 @pytest.mark.parametrize("bound", [0.03, 0.05, 0.075, 0.12, 0.16, 0.3, 1.0])

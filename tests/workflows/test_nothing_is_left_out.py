@@ -6,7 +6,7 @@ from typing import Any
 
 from tables import table
 from workflows.comfy_graphs import api_format, z_image
-from workflows.test_guidance_nodes import wan
+from workflows.test_guidance_nodes import UP_TO_3, then, wan
 from workflows.test_translation import Nodes, experts, graph_of, refused, translated, verdicts
 
 from diffusion_runtime.workflows.evaluation import Verdict
@@ -105,6 +105,15 @@ def test_what_one_of_two_experts_has_alone_is_refused() -> None:
     nodes["13"] = (kind, {**inputs, "model": ("25", 0)})
     found = translated(graph_of(nodes))
     assert found.request["cfg_zero_star"] == "comfyui"
+    # The second expert alone has guidance.
+    nodes["12"] = (nodes["12"][0], {**nodes["12"][1], "cfg": 1})
+    assert translated(graph_of(nodes)).request["cfg_zero_star"] == "comfyui"
+
+
+def test_first_steps_without_velocity_are_of_each_sampler() -> None:
+    node = ("CFGZeroStarAndInit", {"model": ("1", 0), "use_zero_init": True, "zero_init_steps": 0})
+    nodes = wan(then(model=("7", 0)) | {"7": node}, "7", **UP_TO_3)
+    assert "the first steps of each sampler" in refused(graph_of(nodes)).message()
 
 
 def test_a_film_of_ten_bits_is_one_of_eight() -> None:

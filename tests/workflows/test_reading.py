@@ -198,6 +198,8 @@ def test_a_cycle_of_nodes_is_an_error() -> None:
         ("floor (a * b + 1)", 81),
         ("-2**2 + 7 // 2", -1),
         ("a > 4", True),
+        ("1 < 2 < 3", True),
+        ("3 > 2 > 2", False),
         ("2 ** 3 ** 2", 512),
         ("1e3 / .5", 2000),
         ("(a % 4 == 1) and not ((b - 1) % 4 == 0)", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from importlib.util import find_spec
@@ -18,8 +19,9 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.rules.guidance import Guidance
 from diffusion_runtime.workflows.coverage import cover
+from diffusion_runtime.workflows.graph import Graph, Link, Node
 from diffusion_runtime.workflows.reading import read_workflow
-from diffusion_runtime.workflows.translation import Translation, translate
+from diffusion_runtime.workflows.translation import Refusal, Translation, translate
 
 # The least share of uses that is translated.
 LEAST_SHARE = 0.8
@@ -101,3 +103,15 @@ def test_the_rules_of_each_model_take_what_is_translated(templates: Path, tmp_pa
         assert (guidance.terms is None or guidance.is_guided, guidance.further_branches) == (True, ()), row.name
     assert refused.keys() == REFUSED.keys(), refused
     assert all(REFUSED[name] in reason for name, reason in refused.items()), refused
+
+
+def test_skipped_layers_of_two_stages_are_refused(templates: Path) -> None:
+    nodes = dict(read_workflow(str(templates / "video_ltx2_t2v_distilled.json")).nodes)
+    for key, each in tuple(nodes.items()):
+        if each.kind == "CFGGuider":
+            values = {"double_layers": "5", "single_layers": "", "start_percent": 0, "end_percent": 1}
+            nodes[f"s{key}"] = Node(f"s{key}", "SkipLayerGuidanceDiT", "", {**values, "model": each.inputs["model"]})
+            nodes[key] = dataclasses.replace(each, inputs={**each.inputs, "model": Link(f"s{key}", 0), "cfg": 3.0})
+    found = translate(Graph(nodes))
+    assert isinstance(found, Refusal)
+    assert "skipped layers beside a second stage" in found.message()

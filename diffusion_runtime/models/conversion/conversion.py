@@ -30,6 +30,7 @@ from diffusion_runtime.models.conversion.pickle_file import (
     read_checkpoint,
 )
 from diffusion_runtime.models.registry import family_for_folder, lora_names_of_families
+from diffusion_runtime.request.interpolation import RIFE
 from diffusion_runtime.untrusted.files import check_path, check_place
 from diffusion_runtime.weights.lora.detection import families_of
 from diffusion_runtime.weights.lora.reading import read_lora_file
@@ -76,7 +77,7 @@ class ConversionReport:
 def checkpoint_of(name: str) -> CausalCheckpoint:
     """Return the checkpoint of a name. Raises ConfigError for an unknown one."""
     if name not in CHECKPOINTS:
-        raise ConfigError(f"--as: unknown checkpoint {shown(name)}.{nearest(name, CHECKPOINTS)}")
+        raise ConfigError(f"--as: unknown checkpoint {shown(name)}.{nearest(name, (*CHECKPOINTS, RIFE))}")
     return CHECKPOINTS[name]
 
 
@@ -136,7 +137,7 @@ def convert_lora(source: Path, output: Path, *, key: str | None, dtype: str) -> 
         raise ModelLoadError(
             f"{source}: {shown_name(chosen.key)} holds no LoRA (lora_A, lora_B), but tensors such as "
             f"{listed(map(shown_name, list(chosen.tensors)[:3]))}: for a model add --as {' | '.join(CHECKPOINTS)} and "
-            "--base FOLDER"
+            f"--base FOLDER, for weights of RIFE --as {RIFE}"
         )
     file = PickleFile(source, chosen)
     rows = stored_rows([file])

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from diffusion_runtime.decoders.frame_interpolation import is_of_network, open_interpolation, own_name, version_of
+from diffusion_runtime.decoders.frame_interpolation import (
+    TWICE,
+    is_of_network,
+    open_interpolation,
+    own_name,
+    version_of,
+)
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown_name
 from diffusion_runtime.models.conversion.conversion import (
     DTYPES,
@@ -33,7 +39,10 @@ def convert_interpolation(source: Path, output: Path, *, key: str | None, dtype:
     check_free(output)
     groups = read_checkpoint(source)
     chosen = choose(source, groups, key, (TOP,))
-    named = {own_name(name): row for name, row in stored_rows([PickleFile(source, chosen)]).items()}
+    stored = stored_rows([PickleFile(source, chosen)])
+    named = {own_name(name): row for name, row in stored.items()}
+    if len(named) != len(stored):
+        raise ModelLoadError(f"{source}: {TWICE}")
     rows = {name: row for name, row in named.items() if is_of_network(name)}
     version = version_of(shapes_of(rows), str(source))
     kinds = {each.kind for several in rows.values() for each in several}

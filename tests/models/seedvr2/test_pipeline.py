@@ -29,6 +29,7 @@ from diffusion_runtime.media.reading import read_media_file
 from diffusion_runtime.models.published_folders import packaged_folder
 from diffusion_runtime.models.seedvr2.config import read_transformer_config
 from diffusion_runtime.models.seedvr2.weights import transformer_pieces
+from diffusion_runtime.streaming.generation_stream import check_streamable
 
 NTSC = 30000 / 1001
 
@@ -131,6 +132,18 @@ def test_sound_and_frame_rate_are_kept(pipeline: Pipeline, files: dict[str, str]
     assert later.fps == 24
     assert later.audio is None
     assert "the sound is left out" in str(later.attention_report)
+
+
+def test_a_stream_without_its_sound_is_refused_by_the_rules(pipeline: Pipeline, files: dict[str, str]) -> None:
+    """Before any weight is read; without a sound, or at another rate, which the report notes, it is streamed."""
+    for name, values, is_refused in (("film", {}, True), ("film", {"fps": 24}, False), ("clip", {}, False)):
+        asked = pipeline.resolve(request(files, name, scale=1, segment_frames=5, segment_overlap=1, **values))
+        settings = pipeline.rules.settings(asked)
+        if is_refused:
+            with pytest.raises(RequestError, match="stream: a file that grows has no sound, and this video has one"):
+                check_streamable(pipeline.rules, settings, endless=False)
+        else:
+            check_streamable(pipeline.rules, settings, endless=False)
 
 
 @table(
