@@ -152,7 +152,6 @@ class VaeTraining:
         self.module = (build_vae(sizes=world.sizes) if init is None else load_vae(init, world)).to(device)
         if cuda:
             channels_last(self.module)
-
         compiled = row_by_row(torch.compile(normalise_and_activate, dynamic=True))
         activate = compiled if cuda else normalise_and_activate
         self._vae = WholeClipVae(self.module, activate)
