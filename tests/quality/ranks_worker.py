@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from scripts.shapes.streams import StreamSettings
-from scripts.train_shapes.architecture import build_transformer
-from scripts.train_shapes.buckets import Bucket
-from scripts.train_shapes.causal_buckets import CausalBucket
-from scripts.train_shapes.causal_train import make_pool, train
-from scripts.train_shapes.causal_training import CausalTraining, build_models
-from scripts.train_shapes.ranks import GradientAverage, Ranks, join_ranks
-from scripts.train_shapes.session import Clock, Log
-from scripts.train_shapes.train_transformer import TransformerTraining, load_encoder, make_pools
+from scripts.train_embedded.architecture import build_transformer
+from scripts.train_embedded.buckets import Bucket
+from scripts.train_embedded.causal_buckets import CausalBucket
+from scripts.train_embedded.causal_train import make_pool, train
+from scripts.train_embedded.causal_training import CausalTraining, build_models
+from scripts.train_embedded.ranks import GradientAverage, Ranks, join_ranks
+from scripts.train_embedded.session import Clock, Log
+from scripts.train_embedded.train_transformer import TransformerTraining, load_encoder, make_pools
 
 ASSETS = Path(__file__).parents[2] / "diffusion_runtime/assets/shapes"
 BUCKETS = (Bucket(5, 64, 4, 1.0, 3.0, 16, 8),)

@@ -10,16 +10,15 @@ from diffusers import WanTransformer3DModel
 
 from scripts.shapes import SceneSettings, sample_scenes, write_caption
 from scripts.shapes.render import render_float, render_slots
-from scripts.train_shapes.architecture import (
+from scripts.train_embedded.architecture import (
     MAX_PROMPT_TOKENS,
     build_text_encoder,
     build_tokenizer,
     build_transformer,
     embed_prompts,
 )
-from scripts.train_shapes.auxiliary import HIDDEN_BLOCK, AttributeHead, ScoreLog, fade, predict_with_hidden
-from scripts.train_shapes.latent_pool import CAPTION_TOKENS
-from scripts.train_shapes.object_labels import (
+from scripts.train_embedded.auxiliary import HIDDEN_BLOCK, AttributeHead, ScoreLog, fade, predict_with_hidden
+from scripts.train_embedded.object_labels import (
     CELL_IGNORED,
     IGNORED,
     NOTHING_COLOUR,
@@ -28,6 +27,7 @@ from scripts.train_shapes.object_labels import (
     scene_labels,
     token_labels,
 )
+from scripts.train_embedded.world import CAPTION_TOKENS
 
 
 def test_coverage_by_slot_is_the_coverage_of_all_objects_taken_apart() -> None:

@@ -8,9 +8,9 @@ from random import Random
 from diffusion_runtime.quality.shapes.attributes import BACKGROUND_NAMES, COLOUR_NAMES, MOTION_NAMES, SHAPE_NAMES
 from diffusion_runtime.quality.shapes.captions import EVALUATION_CAPTIONS, Caption, CaptionSettings
 from scripts.shapes import ObjectAttributes, SceneAttributes, write_caption
-from scripts.train_shapes.architecture import build_tokenizer
-from scripts.train_shapes.latent_pool import CAPTION_TOKENS
-from scripts.train_shapes.object_labels import IGNORED, token_labels
+from scripts.train_embedded.architecture import build_tokenizer
+from scripts.train_embedded.object_labels import IGNORED, token_labels
+from scripts.train_embedded.world import CAPTION_TOKENS
 
 SEEDED_TEXTS = "ca2d05d0148088942a9b11a5a206d5f6e7291d21d173a5ec634be3231b047b19"
 SHARED_WORDS = ("both", "same", "background", "video", "clip", "animation", "image", "picture", "drawing")

@@ -18,15 +18,15 @@ from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.denoising.dmd import DmdSampler
 from scripts.shapes.streams import StreamSettings, render_stream_slots
 from scripts.shapes.trajectories import SPEED_RANGE
-from scripts.train_shapes import causal_pool
-from scripts.train_shapes.architecture import TEXT_DIM, build_text_encoder, build_tokenizer
-from scripts.train_shapes.causal_buckets import STAGES
-from scripts.train_shapes.causal_export import export_streams
-from scripts.train_shapes.causal_forward import FrameInputs, causal_forward
-from scripts.train_shapes.causal_mask import ChunkMask, block_mask, dense_mask
-from scripts.train_shapes.causal_objective import LATER_SHIFT, LATER_STEPS, CausalLoss, StepPlan, noise_levels
-from scripts.train_shapes.causal_pool import StreamPool, StreamTrainingBatch
-from scripts.train_shapes.causal_sampling import (
+from scripts.train_embedded import causal_pool
+from scripts.train_embedded.architecture import TEXT_DIM, build_text_encoder, build_tokenizer
+from scripts.train_embedded.causal_buckets import STAGES
+from scripts.train_embedded.causal_export import export_streams
+from scripts.train_embedded.causal_forward import FrameInputs, causal_forward
+from scripts.train_embedded.causal_mask import ChunkMask, block_mask, dense_mask
+from scripts.train_embedded.causal_objective import LATER_SHIFT, LATER_STEPS, CausalLoss, StepPlan, noise_levels
+from scripts.train_embedded.causal_pool import StreamPool, StreamTrainingBatch
+from scripts.train_embedded.causal_sampling import (
     Fp8Codes,
     KeyCache,
     Renoising,
@@ -34,14 +34,14 @@ from scripts.train_shapes.causal_sampling import (
     StreamSampling,
     visible_frames,
 )
-from scripts.train_shapes.causal_train import SHAPES, make_pool, train
-from scripts.train_shapes.causal_training import CausalTraining, build_models
-from scripts.train_shapes.export import build_scheduler
-from scripts.train_shapes.ranks import Ranks
-from scripts.train_shapes.session import Clock, Log
-from scripts.train_shapes.train_decoder import DecoderTraining
-from scripts.train_shapes.train_transformer import load_encoder
-from scripts.train_shapes.train_vae import Bucket
+from scripts.train_embedded.causal_train import SHAPES, make_pool, train
+from scripts.train_embedded.causal_training import CausalTraining, build_models
+from scripts.train_embedded.export import build_scheduler
+from scripts.train_embedded.ranks import Ranks
+from scripts.train_embedded.session import Clock, Log
+from scripts.train_embedded.train_decoder import DecoderTraining
+from scripts.train_embedded.train_transformer import load_encoder
+from scripts.train_embedded.train_vae import Bucket
 from tests.tables import table
 
 

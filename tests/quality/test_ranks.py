@@ -10,7 +10,7 @@ import torch
 from quality.ranks_worker import squared_error_gradients
 from warm_python import run_python
 
-from scripts.train_shapes.ranks import Ranks
+from scripts.train_embedded.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,8 +28,8 @@ from scripts.shapes.streams import (
     render_streams,
     sample_streams,
 )
-from scripts.train_shapes.architecture import build_tokenizer
-from scripts.train_shapes.causal_evaluate import Result, StreamResult, tasks_of, wrong_clips
+from scripts.train_embedded.architecture import build_tokenizer
+from scripts.train_embedded.causal_evaluate import Result, StreamResult, tasks_of, wrong_clips
 
 SETTINGS = LongSettings()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.train_shapes import session
+from scripts.train_embedded import session
 
 
 def test_time_while_a_file_is_there_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusion_runtime.untrusted.files import user_path
 
 _ASSETS = Path(__file__).parents[2] / "assets"
-# For the embedded model: four steps without guidance (scripts/train_shapes/distill.py).
+# For the embedded model: four steps without guidance (scripts/train_embedded/distill.py).
 SHIPPED_LORAS = {"shapes-fast": _ASSETS / "shapes_fast"}
 
 

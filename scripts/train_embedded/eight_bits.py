@@ -1,0 +1,47 @@
+"""States of networks in 8-bit safetensors files: what the next training starts from, small enough for the repository.
+
+Weights of two or more dimensions are int8 with one scale per output channel, everything else is float16.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_SCALE = ".scale"
+
+
+def save_eight_bits(state: dict[str, Tensor], path: Path, notes: dict[str, Any] | None = None) -> None:
+    """Write a state; `notes` come back with it and must be JSON."""
+    stored = {}
+    for name, value in state.items():
+        wide = value.detach().float().cpu()
+        if wide.ndim < 2:
+            stored[name] = wide.half()
+            continue
+        scale = wide.flatten(1).abs().amax(dim=1).clamp(min=1e-8) / 127
+        rows = scale.view(-1, *[1] * (wide.ndim - 1))
+        stored[name] = (wide / rows).round().to(torch.int8).contiguous()
+        stored[name + _SCALE] = scale
+    save_file(stored, path, metadata={"notes": json.dumps(notes or {})})
+
+
+def load_eight_bits(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state in float32 and the notes."""
+    with safe_open(path, framework="pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        notes: dict[str, Any] = json.loads(file.metadata()["notes"])
+    state = {}
+    for name, value in stored.items():
+        if name.endswith(_SCALE):
+            continue
+        scale = stored.get(name + _SCALE)
+        wide = value.float()
+        state[name] = wide if scale is None else wide * scale.view(-1, *[1] * (wide.ndim - 1))
+    return state, notes

@@ -1,0 +1,57 @@
+"""The VAE of `emoji` that is kept, how states are stored in 8 bits, and how a narrow VAE is widened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from scripts.train_embedded.architecture import EMOJI_SIZES, build_vae
+from scripts.train_embedded.clip_vae import WholeClipVae, normalise_and_activate, row_by_row
+from scripts.train_embedded.eight_bits import load_eight_bits, save_eight_bits
+from scripts.train_embedded.export import load_vae
+from scripts.train_embedded.train_vae import training_clips
+from scripts.train_embedded.vae_buckets import Bucket
+from scripts.train_embedded.widen_vae import widen
+from scripts.train_embedded.world import EMOJI
+
+STATE = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state"
+
+
+@torch.no_grad()
+def test_the_kept_vae_reconstructs_an_unseen_picture_and_clip() -> None:
+    vae = WholeClipVae(load_vae(STATE / "vae.safetensors", EMOJI))
+    for bucket, bound in ((Bucket(1, 256, 2, 1.0), 28.0), (Bucket(5, 128, 2, 1.0), 23.0)):
+        clip, _ = training_clips(bucket, torch.Generator().manual_seed(8), world=EMOJI)
+        error = (vae.decode(vae.encode(clip)[0]).clamp(-1, 1) - clip) / 2
+        assert -10 * torch.log10((error**2).mean()) > bound
+
+
+def test_eight_bits_keep_every_weight_to_half_a_step_of_its_channel(tmp_path: Path) -> None:
+    state = build_vae(sizes=EMOJI_SIZES).state_dict()
+    save_eight_bits(state, tmp_path / "state.safetensors", {"latents_mean": [0.5]})
+    loaded, notes = load_eight_bits(tmp_path / "state.safetensors")
+    assert notes == {"latents_mean": [0.5]}
+    assert loaded.keys() == state.keys()
+    for name, value in state.items():
+        step = value.flatten(1).abs().amax(dim=1).max() / 127 if value.ndim > 1 else value.abs().max() / 1024
+        assert (loaded[name] - value).abs().max() <= 0.51 * step + 1e-8, name
+
+
+@torch.no_grad()
+def test_a_widened_encoder_computes_what_the_narrow_one_did() -> None:
+    torch.manual_seed(0)
+    narrow = build_vae(sizes=replace(EMOJI_SIZES, vae_mult=(1, 2, 2)))
+    # Attention is as new: its output is small beside what passes it by, and twice the channels sharpen it.
+    wide = build_vae(sizes=EMOJI_SIZES)
+    wide.load_state_dict(widen(narrow.state_dict()))
+    clip = torch.rand(1, 3, 5, 32, 32) * 2 - 1
+    expected, _ = WholeClipVae(narrow).encode(clip)
+    found, _ = WholeClipVae(wide).encode(clip)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_rows_are_normalised_as_clips_are() -> None:
+    x, gamma = torch.randn(2, 8, 3, 4, 5), torch.rand(8, 1, 1, 1)
+    torch.testing.assert_close(row_by_row(normalise_and_activate)(x, gamma), normalise_and_activate(x, gamma))
