@@ -73,7 +73,11 @@ def test_a_fault_ends_all_processes_with_one_error(faults: list[dict[str, Any]],
     # What a process said last stands in the error, and only there.
     assert ("RuntimeError: a fault of the test" in message) == (faults[0]["fault"] == "raise")
     assert result.err.count("Traceback") == message.count("Traceback")
-    assert files_in(tmp_path) == ["faulty_program.py", "happened", "plan.json"]
+    # Latents of a clip that was denoised are kept, with the command that goes on.
+    kept = ["outputs"] if faults[-1]["stage"] == "decode" else []
+    assert files_in(tmp_path) == ["faulty_program.py", "happened", *kept, "plan.json"]
+    assert [path.suffixes for path in (tmp_path / "outputs").glob("*")] == [[".latents", ".safetensors"]] * len(kept)
+    assert ("goes on from its latents" in result.err) == bool(kept)
 
 
 def test_a_killed_process_of_a_stream_leaves_a_clip_that_the_error_names(tmp_path: Path) -> None:

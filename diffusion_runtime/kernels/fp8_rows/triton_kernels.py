@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def read_numbers(
+def _read_numbers(
     x,
     features,
     first,
@@ -70,10 +70,10 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """values [rows, dim] float8_e4m3fn and scales [rows] float32 of what read_numbers reads. The first BLOCK numbers of
+    """values [rows, dim] float8_e4m3fn and scales [rows] float32 of what _read_numbers reads. The first BLOCK numbers of
     a row and the REST behind them, which may be none, are kept in registers. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
-    numbers = read_numbers(
+    numbers = _read_numbers(
         x,
         features,
         first,
@@ -92,7 +92,7 @@ def quantize_rows(
     )
     largest = tl.maximum(tl.max(tl.abs(numbers), axis=0), 1e-12)
     if REST:
-        others = read_numbers(
+        others = _read_numbers(
             x,
             features,
             first,

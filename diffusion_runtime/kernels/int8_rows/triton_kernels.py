@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diffusion_runtime.kernels.fp8_rows.triton_kernels import read_numbers
+from diffusion_runtime.kernels.fp8_rows.triton_kernels import _read_numbers
 
 
 @triton.jit
@@ -30,11 +30,11 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """values [rows, dim] int8 and scales [rows] float32 of what read_numbers reads, rotated in groups of GROUP numbers,
+    """values [rows, dim] int8 and scales [rows] float32 of what _read_numbers reads, rotated in groups of GROUP numbers,
     1 for no rotation. The first BLOCK numbers of a row and the REST behind them, which may be none, are kept in
     registers. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
-    numbers = read_numbers(
+    numbers = _read_numbers(
         x,
         features,
         first,
@@ -54,7 +54,7 @@ def quantize_rows(
     numbers = _rotated(numbers, GROUP, BLOCK)
     largest = tl.maximum(_largest(numbers), 1e-12)
     if REST:
-        others = read_numbers(
+        others = _read_numbers(
             x,
             features,
             first,
