@@ -70,8 +70,8 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """values [rows, dim] float8_e4m3fn and scales [rows] float32 of what _read_numbers reads. The first BLOCK numbers of
-    a row and the REST behind them, which may be none, are kept in registers. Grid: (rows,)."""
+    """values [rows, dim] float8_e4m3fn and scales [rows] float32 of what _read_numbers reads. The first BLOCK of
+    a row's numbers and the REST behind them, which may be none, are kept in registers. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     numbers = _read_numbers(
         x,

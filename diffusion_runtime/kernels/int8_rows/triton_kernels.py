@@ -30,7 +30,7 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """values [rows, dim] int8 and scales [rows] float32 of what _read_numbers reads, rotated in groups of GROUP numbers,
+    """values [rows, dim] int8 and scales [rows] float32 of what _read_numbers reads, rotated in groups of GROUP,
     1 for no rotation. The first BLOCK numbers of a row and the REST behind them, which may be none, are kept in
     registers. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
