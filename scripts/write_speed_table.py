@@ -37,7 +37,7 @@ def speed_up(row: Mapping[str, Any]) -> float:
 
 
 def found(content: Any, path: Sequence[Any]) -> Any:
-    """What a path leads to: a mapping in it picks the one element of a list that has its values."""
+    """Return what a path leads to: a mapping in it picks the one element of a list that has its values."""
     for part in path:
         if isinstance(part, Mapping):
             picked = [each for each in content if all(each.get(key) == value for key, value in part.items())]

@@ -36,7 +36,7 @@ class _Residual(nn.Module):
 
 @dataclass(frozen=True)
 class Maps:
-    """What the network says of N frames."""
+    """Maps that the network computes of N frames."""
 
     centre: Tensor
     """[N, CELLS, CELLS], logit of a thing's centre in the cell."""

@@ -42,7 +42,7 @@ class SeenThing:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read off a clip. `steady` is False when the number of things changes; then there are none."""
+    """Attributes that are read off a clip. `steady` is False when the number of things changes; then there are none."""
 
     things: tuple[SeenThing, ...]
     scene: str
@@ -135,7 +135,7 @@ def _link(found: Detections, frames: list[int], count: int) -> list[_Track]:
 
 
 def _movement(found: Detections, frame: int, tracks: list[_Track], rows: tuple[int, ...]) -> float:
-    """How far things move to these detections; which thing each seems to be counts too, since things may pass."""
+    """Return how far things move to these detections; what each seems to be counts too, since things may pass."""
     return sum(
         float((found.box[frame, row, :2] - track.boxes[-1][:2]).norm())
         + 0.3 * (int(found.thing[frame, row].argmax()) != int(track.things[-1].argmax()))

@@ -37,7 +37,7 @@ NUM_LEVELS = 3
 
 @dataclass(frozen=True)
 class Poses:
-    """Where things are in every frame, and how large."""
+    """Places and sizes of things in every frame."""
 
     centre: Tensor
     """[B, frames, 2, 2], half-sides."""

@@ -211,7 +211,7 @@ def _sample_pairs(scene: Tensor, generator: torch.Generator, settings: SceneSett
 
 
 def is_grounded(scene: Tensor) -> Tensor:
-    """Whether things stand on a ground there, bool of the same shape."""
+    """Return whether things stand on a ground there, bool of the same shape."""
     return _constant(GROUNDED, str(scene.device))[scene]
 
 

@@ -70,7 +70,8 @@ def training_frames(count: int, generator: torch.Generator, two: float = 0.7) ->
 
 
 def detector_loss(maps: Maps, scenes: SceneBatch, placed: Poses) -> dict[str, Tensor]:
-    """Of centres (a focal loss about soft peaks), things and boxes (in the 3 x 3 cells about a centre), scene, time."""
+    """Return the losses of centres (a focal loss about soft peaks), things and boxes (in the 3 x 3 cells about a
+    centre), scene and time."""
     device = maps.centre.device
     centre, half = placed.centre[:, 0], placed.half[:, 0].abs()
     cells = (centre + 1) / 2 * CELLS - 0.5

@@ -23,7 +23,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class VaeRecipe:
-    """What a VAE is trained on."""
+    """Clips and loss weights that a VAE is trained with."""
 
     buckets: tuple[Bucket, ...]
     foreground_weight: float

@@ -47,7 +47,7 @@ def _stretch(old: Tensor, shape: torch.Size, generator: torch.Generator) -> Tens
 
 
 def _add_shortcuts(shapes: dict[str, torch.Size], wide: dict[str, Tensor]) -> None:
-    """Where a level had as many outputs as inputs and has twice as many now, both outputs of a pair get the input."""
+    """Add shortcuts where a level had as many outputs as inputs and has twice as many: both of a pair get the input."""
     for key, shape in shapes.items():
         if key not in wide:
             bias = len(shape) == 1

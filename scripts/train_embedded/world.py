@@ -29,7 +29,7 @@ CAPTION_TOKENS = 40
 
 @dataclass(frozen=True)
 class World:
-    """What one embedded model is trained on."""
+    """Everything that the training of one embedded model takes of its subject."""
 
     name: str
     vocabulary: Vocabulary

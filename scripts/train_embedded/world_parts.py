@@ -1,4 +1,4 @@
-"""What a world must offer to the trainings: scenes drawn in batches, their captions, and a renderer."""
+"""Protocols of what a world offers to the trainings: scenes drawn in batches, their captions, and a renderer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Scenes(Protocol):
     def __len__(self) -> int: ...
 
     def attributes(self) -> Sequence[Any]:
-        """What captions are written of, scene by scene."""
+        """Scenes that captions are written of, scene by scene."""
 
 
 class CaptionedScene(Protocol):
-    """What a caption says; each object has the attributes as fields, None where nothing is said."""
+    """Attributes that a caption says; each object has the attributes as fields, None where nothing is said."""
 
     @property
     def objects(self) -> tuple[Any, ...]: ...

@@ -1,4 +1,4 @@
-"""What a job says of its file: frames in between are counted, before the file is there and after."""
+"""Frames and rate that a job says of its file: frames in between are counted, before the file is there and after."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def from_image(extra: Nodes, start: str) -> Nodes:
 
 
 def noised(extra: Nodes, start: str) -> Nodes:
-    """Of Wan 2.1, from a node's pictures at half the noise."""
+    """Return the graph of Wan 2.1 from a node's pictures at half the noise."""
     sampler = {**SAMPLER, "seed": 3, "denoise": 0.5, "model": ("1", 0), "latent_image": ("4", 0)}
     changes = {"4": ("VAEEncode", {"pixels": (start, 0), "vae": ("3", 0)}), "9": ("KSampler", sampler)}
     return wan({**changes, **extra})

@@ -1,4 +1,4 @@
-"""What changes a result and no request says is an error, wherever in a workflow it stands."""
+"""Nothing is left out: what changes a result and no request says is an error, wherever in a workflow it stands."""
 
 from __future__ import annotations
 
