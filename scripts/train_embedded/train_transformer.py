@@ -25,6 +25,7 @@ from scripts.train_embedded.attention import TrainingAttention
 from scripts.train_embedded.auxiliary import AuxiliaryHeads, ScoreLog, fade
 from scripts.train_embedded.buckets import TOY_BUCKETS, Bucket
 from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate
+from scripts.train_embedded.eight_bits import load_parts
 from scripts.train_embedded.export import load_vae
 from scripts.train_embedded.latent_pool import Encoder, LatentPool
 from scripts.train_embedded.muon import Muon
@@ -77,7 +78,9 @@ def make_pools(
 
 
 def initial_states(path: Path) -> dict[str, dict[str, Tensor]]:
-    """States by part, of a transformer.pt or of an exported folder."""
+    """States by part, of a transformer.pt, of an 8-bit file or of an exported folder."""
+    if path.suffix == ".safetensors":
+        return load_parts(path)
     if not path.is_dir():
         states: dict[str, dict[str, Tensor]] = torch.load(path, map_location="cpu")
         return states
@@ -202,7 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vae", type=Path, required=True, help="vae.pt or exported folder")
     parser.add_argument("--minutes", type=float, default=17.0, help="wall minutes, preparation included")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--init", type=Path, help="transformer.pt or exported folder to go on from")
+    parser.add_argument("--init", type=Path, help="transformer.pt, 8-bit file or exported folder to go on from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="muon")
     parser.add_argument("--peak", type=float, default=1.5e-3, help="AdamW's learning rate")

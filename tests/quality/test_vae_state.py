@@ -1,4 +1,4 @@
-"""The VAE of `emoji` that is kept, how states are stored in 8 bits, and how a narrow VAE is widened."""
+"""The networks of `emoji` that are kept, how states are stored in 8 bits, and how a narrow VAE is widened."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from pathlib import Path
 
 import torch
 
-from scripts.train_embedded.architecture import EMOJI_SIZES, build_vae
+from scripts.train_embedded.architecture import (
+    EMOJI_SIZES,
+    build_text_encoder,
+    build_tokenizer,
+    build_transformer,
+    build_vae,
+)
 from scripts.train_embedded.clip_vae import WholeClipVae, normalise_and_activate, row_by_row
 from scripts.train_embedded.eight_bits import load_eight_bits, save_eight_bits
 from scripts.train_embedded.export import load_vae
+from scripts.train_embedded.train_transformer import initial_states
 from scripts.train_embedded.train_vae import training_clips
 from scripts.train_embedded.vae_buckets import Bucket
 from scripts.train_embedded.widen_vae import widen
@@ -55,3 +62,14 @@ def test_a_widened_encoder_computes_what_the_narrow_one_did() -> None:
 def test_rows_are_normalised_as_clips_are() -> None:
     x, gamma = torch.randn(2, 8, 3, 4, 5), torch.rand(8, 1, 1, 1)
     torch.testing.assert_close(row_by_row(normalise_and_activate)(x, gamma), normalise_and_activate(x, gamma))
+
+
+def test_the_kept_transformer_starts_another_training() -> None:
+    parts, tokenizer = initial_states(STATE / "transformer.safetensors"), build_tokenizer(EMOJI.words())
+    for module, name in (
+        (build_transformer(EMOJI_SIZES), "transformer"),
+        (build_text_encoder(len(tokenizer), EMOJI_SIZES), "text_encoder"),
+    ):
+        module.load_state_dict(parts[name])
+        assert all(value.isfinite().all() for value in parts[name].values())
+    assert parts["heads"]
