@@ -88,6 +88,7 @@ class LayerDecisions:
             needs=self._needs,
             keys_in_parts=exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
+            width=shape.num_heads_total * shape.head_dim,
         )
         self.possible: tuple[tuple[str, Decision], ...] = ()
         self._decide()
