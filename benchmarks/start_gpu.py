@@ -61,7 +61,8 @@ ALONE = {
 # What brings the files of a start into the disk's cache: modules, and the libraries of a first product and convolution.
 _TOUCH = (
     "import torch, diffusion_runtime.cli.app, diffusion_runtime.loading.native_preparation; "
-    "x = torch.ones(1, 8, 8, 8, device={device!r}); torch.nn.functional.conv2d(x, x[:, :, :3, :3]); (x @ x).sum().item()"
+    "x = torch.ones(1, 8, 8, 8, device={device!r}); torch.nn.functional.conv2d(x, x[:, :, :3, :3]); "
+    "(x @ x).sum().item()"
 )
 _CHUNK = 2**24
 _REMARKS = ("compile", "eager", "anew", "left out", "for its first call", "first use", "passed over")
@@ -220,7 +221,8 @@ def fill_disk_cache(runner: Runner, device: str, seconds: float, document: Docum
 def library_folders() -> list[Path]:
     """Folders of the libraries of torch and of the packages of CUDA next to it."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     torch = Path(spec.origin).parent
     return [torch / "lib", *torch.parent.glob("nvidia/*/lib")]
 
@@ -254,13 +256,18 @@ def measure_command(
 ) -> None:
     """Run the command cold and warm, and once more for its imports."""
     command = Command(runner, arguments.device, arguments.num_inference_steps, num_gpus, arguments.extra, caches)
-    runs = document.values.setdefault("runs", [])
+    runs: list[dict[str, Any]] = []
+    every = document.values.setdefault("runs", [])
     digests = set()
     for index in range(1 + arguments.warm) if COLD_WARM in parts else ():
         kernel_cache = "warm" if index else "cold"
+        if index and not runs:
+            # The caches are not those of a run that went well.
+            break
         with document.tried(f"{num_gpus} process(es), {kernel_cache}"):
             result = {"num_processes": num_gpus, "kernel_cache": kernel_cache, **command.timed()}
             runs.append(result)
+            every.append(result)
             digests.add(result["frames"])
             document.write()
             say(table(result))

@@ -16,7 +16,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-
 # Published models are 1,536 wide and more.
 NARROW = 256
 
