@@ -13,6 +13,7 @@ and later.
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class _Compiled:
 
 
 _compiled = _Compiled()
+# Several threads compile while weights are read.
+_counting = threading.Lock()
 _left_out: dict[str, None] = {}
 
 
@@ -37,8 +40,9 @@ def kernels_compiled() -> tuple[int, float]:
 
 def count_kernel(seconds: float) -> None:
     """Count a kernel that was compiled, or read from disk, in so many seconds of a first call."""
-    _compiled.num_kernels += 1
-    _compiled.seconds += seconds
+    with _counting:
+        _compiled.num_kernels += 1
+        _compiled.seconds += seconds
 
 
 def leave_out(remark: str) -> None:

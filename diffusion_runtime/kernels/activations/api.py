@@ -28,7 +28,8 @@ def silu_mul(
             return made
     _check_alike("SiLU", gate, features)
     if has_shape_alone(gate):
-        return gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        out = gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        return triton.expect(gate, features, out, "silu_mul")
     if runs_in_triton(implementation, triton.refusal(gate, features)):
         return triton.gated(gate, features, "silu_mul", in_place)
     return F.silu(gate, inplace=in_place).mul_(features)
@@ -44,7 +45,8 @@ def sigmoid_mul(gate: torch.Tensor, features: torch.Tensor, *, implementation: s
             return made
     _check_alike("sigmoid", gate, features)
     if has_shape_alone(gate):
-        return torch.empty_like(gate, memory_format=torch.contiguous_format)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        return triton.expect(gate, features, out, "sigmoid_mul")
     if runs_in_triton(implementation, triton.refusal(gate, features)):
         return triton.gated(gate, features, "sigmoid_mul", False)
     return torch.sigmoid(gate).mul_(features)
@@ -57,7 +59,7 @@ def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     if implementation == "auto" and triton.repeat(x, x, "gelu", True) is not None:
         return x
     if has_shape_alone(x):
-        return x
+        return triton.expect(x, x, x, "gelu")
     if runs_in_triton(implementation, triton.refusal(x, x)):
         return triton.gelu_(x)
     result: torch.Tensor = torch.ops.aten.gelu_(x, approximate="tanh")

@@ -89,7 +89,9 @@ def _computed(call: NormCall, implementation: str) -> torch.Tensor:
             return made
     _check(call)
     if has_shape_alone(call.x):
-        return torch.empty_like(call.x) if call.out is None else call.out
+        out = torch.empty_like(call.x, memory_format=torch.contiguous_format) if call.out is None else call.out
+        triton.expect(call, out)
+        return out
     if runs_in_triton(implementation, triton.refusal(call)):
         return triton.modulated_norm(call)
     return reference.modulated_norm(call)

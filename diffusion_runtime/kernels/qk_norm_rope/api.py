@@ -50,6 +50,7 @@ def norm_rope(
             return made
     check_norm_rope(call)
     if has_shape_alone(packed):
+        triton.expect(call)
         return (packed if out is None else out).unbind(2)
     if runs_in_triton(implementation, triton.refusal(call)):
         return triton.norm_rope(call)
