@@ -47,10 +47,10 @@ _expected: ContextVar[dict[Hashable, ExpectedLaunch] | None] = ContextVar("expec
 
 
 @contextlib.contextmanager
-def expecting_launches() -> Iterator[dict[Hashable, ExpectedLaunch]]:
-    """Context manager: give a dictionary to which calls on the meta device add the launches of a GPU."""
+def expecting_launches(*, is_on: bool = True) -> Iterator[dict[Hashable, ExpectedLaunch]]:
+    """Context manager: give a dictionary to which calls on the meta device add the launches of a GPU, where is_on."""
     found: dict[Hashable, ExpectedLaunch] = {}
-    token = _expected.set(found)
+    token = _expected.set(found if is_on else None)
     try:
         yield found
     finally:

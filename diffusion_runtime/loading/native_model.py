@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -212,7 +211,7 @@ class PreparedModel:
         say("choosing attention")
         checked = self._check_attention()
         # What the plan's forward pass launches, a GPU compiles while the weights are read.
-        with expecting_launches() if is_useful_on(self.device) else contextlib.nullcontext({}) as launches:
+        with expecting_launches(is_on=is_useful_on(self.device)) as launches:
             checked = checked.planned_to_load(requests)
         description, opened, config = checked.description, self.model, checked.description.config
         offloading = checked._offloading(transfers)
