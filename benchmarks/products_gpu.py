@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import importlib.util
@@ -41,12 +42,16 @@ from diffusion_runtime.attention import AttentionContext
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.functional import attention
 from diffusion_runtime.benchmark.clock import Clock
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.kernels.activations.api import silu_mul
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear
+from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.startup.importing import raised_line
 
 DTYPE = torch.bfloat16
 NUM_ROWS = 4224
+NUM_STEPS = 8
+EVERY_STEP = "cublas, modulation at every step"
 # (tile_m, tile_n, pingpong, (cluster_m, cluster_n)): configurations of quack's kernel for sm_90.
 CONFIGS = (
     (128, 192, True, (1, 2)),
@@ -256,13 +261,18 @@ def measure_step(names: Mapping[str, str], repeats: int, seconds: float) -> dict
         state = dict(theirs.state_dict())
         del theirs
         model = build_ours(step, None, state, device, takes=True)
-    clock, kept = Clock(device), RequestCache()
+    clock, (latents, timestep, given) = Clock(device), inputs.ours
+    now = StepInfo(0, NUM_STEPS, timestep=float(timestep[0]), next_timestep=0.0)
+    planned, unplanned = RequestCache(), RequestCache()
+    plan_steps(planned, [now, *(dataclasses.replace(now, timestep=100.0 * each) for each in range(1, NUM_STEPS))])
 
-    def forward() -> torch.Tensor:
-        velocity: torch.Tensor = model(*inputs.ours, AttentionContext(state=kept))
+    def forward(name: str) -> torch.Tensor:
+        state = unplanned if name == EVERY_STEP else planned
+        velocity: torch.Tensor = model(latents, timestep, given, AttentionContext(step=now, state=state))
         return velocity
 
-    modes: dict[str, Mapping[str, str]] = {"cublas": {}, "quack": names}
+    # Before: what modulates is computed at every step. After: at the first one.
+    modes: dict[str, Mapping[str, str]] = {EVERY_STEP: {}, "cublas": {}, "quack": names}
     gate = {name: value for name, value in names.items() if name == "gate and features"}
     if gate and gate != dict(names):
         modes["quack, gated alone"] = gate
@@ -273,7 +283,7 @@ def measure_step(names: Mapping[str, str], repeats: int, seconds: float) -> dict
         for repeat in range(repeats + 3):
             for name, replaced in modes.items():
                 with products_replaced(replaced) as calls[name]:
-                    spent = clock.milliseconds(lambda name=name: velocities.update({name: forward()}))
+                    spent = clock.milliseconds(lambda name=name: velocities.update({name: forward(name)}))
                 if repeat >= 3:
                     times[name].append(spent)
     expected = velocities["cublas"].float()

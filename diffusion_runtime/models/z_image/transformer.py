@@ -21,7 +21,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.core.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.block_stack import ModulatedInput, RunBlock, overwriting
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
@@ -178,6 +178,7 @@ class ZImageTransformer(DiffusionTransformer):
         )
         layout = TokenLayout(grid, num_suffix_tokens=num_filling, tile=sharding.tile, num_given_tokens=num_filling)
         for block in self.grid_refiner:
+            assert isinstance(block, ZImageBlock)
             x = block(x, rows.of(block.modulation), picture, context.with_layout(layout))
         text = cached_for_prompt(
             "text", inputs.text.embeddings, context, lambda: self._text(inputs.text, lengths, context)
@@ -191,15 +192,18 @@ class ZImageTransformer(DiffusionTransformer):
             num_given_tokens=num_filling,
         )
         joint = context.with_layout(layout)
-        blocks = (overwriting(block, rows.of(block.modulation), joint_rotations, joint) for block in self.blocks)
         first, entering = self.blocks[0], x
         assert isinstance(first, ZImageBlock)
+
+        def run_of(block: nn.Module) -> RunBlock:
+            assert isinstance(block, ZImageBlock)
+            return overwriting(block, rows.of(block.modulation), joint_rotations, joint)
 
         def modulated_input() -> ModulatedInput:
             with held_weights(first):
                 return first.modulated_input(entering, rows.of(first.modulation))
 
-        (x,) = context.run_blocks(blocks, (x,), num_tokens, modulated_input)
+        (x,) = context.run_blocks(map(run_of, self.blocks), (x,), num_tokens, modulated_input)
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
         (scale,) = rows.of(self.out_modulation)
         normalized = modulated_norm(x, Norm("layer", self.config.out_eps), scale=scale)
