@@ -126,7 +126,7 @@ class Made:
 @contextmanager
 def fused_kernels(is_on: bool) -> Iterator[None]:
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "auto" if is_on else "reference"
+    os.environ[VARIABLE] = "triton" if is_on else "reference"
     try:
         yield
     finally:

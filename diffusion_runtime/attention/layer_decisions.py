@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from diffusion_runtime.attention.backends.calling import expected_implementation
 from diffusion_runtime.attention.backends.interface import Backend, CallForm, KnownCall
-from diffusion_runtime.attention.backends.registry import num_changes
+from diffusion_runtime.attention.backends.packages import ImportingBackend
+from diffusion_runtime.attention.backends.registry import find_backend, num_changes
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
@@ -88,9 +90,20 @@ class LayerDecisions:
             needs=self._needs,
             keys_in_parts=exchange.needs_lse,
             every_key_on_demand=self._exchange_with_every_key is not None,
+            width=shape.num_heads_total * shape.head_dim,
         )
         self.possible: tuple[tuple[str, Decision], ...] = ()
         self._decide()
+
+    @property
+    def first_imports(self) -> dict[str, Callable[[], None]]:
+        """What the first calls import, by backend."""
+        backends = [(decision.backend, find_backend(decision.backend)) for _, decision in self.possible]
+        return {
+            name: functools.partial(backend.import_ahead, self.requirements)
+            for name, backend in backends
+            if isinstance(backend, ImportingBackend)
+        }
 
     def choose(self, policy: AttentionPolicy) -> None:
         """Decide again, for the calls from here on, by another policy for the same device, dtype and processes.

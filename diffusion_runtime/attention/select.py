@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     pass
 from diffusion_runtime.attention.backends.interface import DenseAttention
 from diffusion_runtime.core.options import build_options
+from diffusion_runtime.startup.first_use import NARROW
 
 ENVIRONMENT_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
+_TOO_NARROW = f"passed over as a default, a layer of at most {NARROW} numbers per token repays no compiling"
 SOURCES = ("force", "cli", "config", "environment", "platform")
 
 
@@ -54,7 +56,10 @@ class Decision:
             machine = ", ".join(filter(None, [hardware.architecture, hardware.describe(), versions]))
             refused = {name for name, _ in self.rejected}
             before = [name for name in platform_candidates(hardware) if name in refused and name != self.backend]
+            narrow = [name for name, reason in self.rejected if reason == _TOO_NARROW]
+            before = [name for name in before if name not in narrow]
             last = f"; {', '.join(before)} cannot run here" if before else ""
+            last += f"; {', '.join(narrow)}: {_TOO_NARROW}" if narrow else ""
             return f"Defaulting to attention backend '{self.backend}' for role={role} ({machine}){last}"
         return f"Using attention backend '{self.backend}' for role={role} ({self.source})"
 
@@ -226,13 +231,26 @@ def _unavailable(
 
 def _platform_default(requirements: AttentionRequirements, rejected: list[tuple[str, str]]) -> Decision:
     refused: list[tuple[str, str]] = []
-    for name in platform_candidates(requirements.hardware):
+    candidates = platform_candidates(requirements.hardware)
+    # Those that compile for too narrow a layer are not even imported where another can run.
+    costly = [name for name in candidates if _costs_too_much(name, requirements)]
+    for name in [*(name for name in candidates if name not in costly), *costly]:
         reasons = refusals(name, requirements)
         if not reasons:
             reason = f"default of {requirements.hardware.describe()}"
-            return Decision(name, {}, "platform", reason, [*rejected, *refused])
+            passed_over = [(other, _TOO_NARROW) for other in costly if name not in costly]
+            return Decision(name, {}, "platform", reason, [*rejected, *passed_over, *refused])
         refused += [(name, reason) for reason in reasons]
     raise _unavailable(requirements, "platform", "default", refused)
+
+
+def _costs_too_much(name: str, requirements: AttentionRequirements) -> bool:
+    """Return whether a backend that is installed would compile, and its package be imported, for longer than a narrow
+    layer's calls take."""
+    backend, hardware = find_backend(name), requirements.hardware
+    if backend is None or not 0 < requirements.width <= NARROW or not backend.compiles_at_first_call(hardware):
+        return False
+    return backend.probe(hardware).version is not None
 
 
 def _with_overlays(decision: Decision, overlays: list[Choice], passed_over: list[Backend]) -> Decision:

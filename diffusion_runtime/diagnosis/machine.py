@@ -199,7 +199,8 @@ def _ask_nvidia_smi() -> list[str]:
         return []
     command = [program, "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        # A quarter of what a diagnosis takes; it is known to hang where a driver does.
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

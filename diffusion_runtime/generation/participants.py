@@ -11,7 +11,7 @@ from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.memory.device_memory import shortage_remark
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.report.attention_report import AttentionRecorder
-from diffusion_runtime.startup.first_use import kernels_compiled
+from diffusion_runtime.startup.first_use import kernels_compiled, left_out
 
 Timings = Mapping[str, float]
 
@@ -99,7 +99,7 @@ class ShortageRemark(Participant):
 
 
 class CompileTime(Participant):
-    """Seconds spent on compiling kernels at their first use."""
+    """Seconds spent on compiling kernels at their first use, and remarks on those that are not compiled."""
 
     def __init__(self) -> None:
         self._before = kernels_compiled()
@@ -109,6 +109,8 @@ class CompileTime(Participant):
         self._before = kernels_compiled()
 
     def finish(self, recorder: AttentionRecorder) -> Timings:
+        for remark in left_out():
+            recorder.note(remark)
         num_kernels, seconds = (now - before for now, before in zip(kernels_compiled(), self._before, strict=True))
         if not num_kernels:
             return {}

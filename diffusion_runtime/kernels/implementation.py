@@ -8,10 +8,13 @@ import os
 import torch
 
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.startup.first_use import NARROW, leave_out
 from diffusion_runtime.startup.importing import import_failure
 
 IMPLEMENTATIONS = ("reference", "triton")
-# `reference` runs every fused kernel as its eager formula, for comparisons and bug reports.
+# `reference` runs every fused kernel as its eager formula, for comparisons and bug reports; `triton` compiles those of
+# narrow layers too.
+_SETTINGS = ("auto", "reference", "triton")
 VARIABLE = "DIFFUSION_FUSED_KERNELS"
 NEEDS_CUDA = "needs a CUDA GPU"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,10 +24,29 @@ is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 def fusion_is_on() -> bool:
     """Return True if the environment leaves the choice open. Raises ConfigError for an unknown value."""
+    return _setting() != "reference"
+
+
+def _setting() -> str:
     value = os.environ.get(VARIABLE, "auto")
-    if value not in ("auto", "reference"):
-        raise ConfigError(f"{VARIABLE}: expected auto or reference, got {value!r}")
-    return value == "auto"
+    if value not in _SETTINGS:
+        raise ConfigError(f"{VARIABLE}: expected auto, reference or triton, got {value!r}")
+    return value
+
+
+def is_narrow(x: torch.Tensor, width: int) -> bool:
+    """Return True if a call of `auto` on a GPU, or planned for one, is computed by its eager formula, since its layer
+    is too narrow to repay compiling a kernel. width: of the layer's tokens. Raises ConfigError as fusion_is_on does."""
+    if width > NARROW or torch.compiler.is_dynamo_compiling() or is_interpreted or not (x.is_cuda or x.is_meta):
+        return False
+    if _setting() == "triton":
+        return False
+    if x.is_cuda:
+        leave_out(
+            f"fused kernels: eager formulas in layers of at most {NARROW} numbers per token, which repay no compiling "
+            f"({VARIABLE}=triton compiles them)"
+        )
+    return True
 
 
 def runs_in_triton(implementation: str, refusal: str | None) -> bool:

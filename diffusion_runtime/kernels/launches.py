@@ -2,17 +2,23 @@
 
 Triton's own dispatch binds, specialises and hashes every argument of every call: 50 us for the forty of a modulated
 norm, and a transformer of 34 blocks calls 170 such kernels per forward. Calls that repeat skip it.
+
+A forward pass on the meta device, by which memory is planned, names the launches that a GPU will make
+(`expecting_launches`), so that they are compiled while weights are read (kernels/compile_ahead.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVarTuple
 
 import torch
 
 from diffusion_runtime.core.device_guard import device_guard, guard_is_needed
 from diffusion_runtime.kernels.implementation import fusion_is_on, may_run_on
+from diffusion_runtime.startup.importing import import_failure
 
 _Arguments = TypeVarTuple("_Arguments")
 # Kinds of calls per kernel that are cached; a server that makes clips of every size starts over here.
@@ -28,6 +34,32 @@ class Launch(NamedTuple):
     numbers: tuple[int | float, ...]
     constants: Mapping[str, Any]
     num_warps: int
+
+
+class ExpectedLaunch(NamedTuple):
+    """A launch that a plan has met. dtypes: of its pointers, which are taken for multiples of 16 bytes."""
+
+    launch: Launch
+    dtypes: tuple[torch.dtype, ...]
+
+
+_expected: ContextVar[dict[Hashable, ExpectedLaunch] | None] = ContextVar("expected_launches", default=None)
+
+
+@contextlib.contextmanager
+def expecting_launches(*, is_on: bool = True) -> Iterator[dict[Hashable, ExpectedLaunch]]:
+    """Context manager: give a dictionary to which calls on the meta device add the launches of a GPU, where is_on."""
+    found: dict[Hashable, ExpectedLaunch] = {}
+    token = _expected.set(found if is_on else None)
+    try:
+        yield found
+    finally:
+        _expected.reset(token)
+
+
+def is_expecting(x: torch.Tensor) -> bool:
+    """Return True if a call like x is to add its launch to those that are expected. Imports Triton then."""
+    return _expected.get() is not None and x.is_meta and import_failure("triton") is None
 
 
 class CompiledLaunch(NamedTuple):
@@ -59,6 +91,11 @@ class LaunchCache:
         """Launch on `pointers`, the first arguments. key: `kind_of` every pointer, and all else that the result of
         `prepare` depends on."""
         device = pointers[0].device
+        if device.type == "meta":
+            expected = _expected.get()
+            if expected is not None and (id(self), key) not in expected:
+                expected[id(self), key] = ExpectedLaunch(prepare(), tuple(each.dtype for each in pointers))
+            return
         if guard_is_needed(device):
             with device_guard(device):
                 self.run(key, pointers, prepare)

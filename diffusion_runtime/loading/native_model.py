@@ -28,6 +28,8 @@ from diffusion_runtime.decoders.tiny_decoder import TinyFile
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError, first_line
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import texts_of
+from diffusion_runtime.kernels.compile_ahead import compiling_ahead, is_useful_on
+from diffusion_runtime.kernels.launches import expecting_launches
 from diffusion_runtime.layers.stored_linear import StoredLinear
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.description import PipelineDescription, planned_attention
@@ -208,7 +210,9 @@ class PreparedModel:
         use_expandable_segments(self.device)
         say("choosing attention")
         checked = self._check_attention()
-        checked = checked.planned_to_load(requests)
+        # What the plan's forward pass launches, a GPU compiles while the weights are read.
+        with expecting_launches(is_on=is_useful_on(self.device)) as launches:
+            checked = checked.planned_to_load(requests)
         description, opened, config = checked.description, self.model, checked.description.config
         offloading = checked._offloading(transfers)
         graphs = make_graphs(config, self.device, offloading is not None, None if world is None else world.group)
@@ -221,7 +225,12 @@ class PreparedModel:
         check_component_files(opened.folder, (*elsewhere, *unread), quantised)
         opened.weights.check(opened.modules(checked.transformer), changes=self.loras)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
-        with device_guard(self.device), explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)):
+        imports = {name: run for layer in checked.layers for name, run in layer.decisions.first_imports.items()}
+        with (
+            device_guard(self.device),
+            explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)),
+            compiling_ahead(launches.values(), imports.values(), self.device) as first_use,
+        ):
             with ReadProgress(say, "text encoder"):
                 changes = opened.text_changes(self.loras)
                 loader = TextEncoderLoader(opened, self.device, self.dtype, self.text_attention, changes)
@@ -271,7 +280,7 @@ class PreparedModel:
             dtype=self.dtype,
             recipe=description.to_dict(),
             mesh=self.mesh,
-            remarks=(*remarks_on(description.self_checks), *checked._remarks_on_weights(transformer)),
+            remarks=(*remarks_on(description.self_checks), *checked._remarks_on_weights(transformer), *first_use),
         )
         pipeline.note_load({"prepare": read_began - began, "read": time.perf_counter() - read_began})
         return pipeline

@@ -46,12 +46,13 @@ class Choice:
 @dataclass(frozen=True)
 class Situation:
     """The request and machine that choices depend on. request: resolved. backends: of self-attention, as given.
-    sparse: the sparsest setting of each sparse method, all layers and steps alike."""
+    sparse: the sparsest setting of each sparse method, all layers and steps alike. device: that computes."""
 
     request: GenerationRequest
     hardware: Hardware
     backends: frozenset[str] = frozenset()
     sparse: Mapping[str, Choice] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

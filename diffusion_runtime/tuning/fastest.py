@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from diffusion_runtime.attention.self_test import device_answers
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.explanation.estimate import duration_text
 from diffusion_runtime.session.reporter import Reporter
+from diffusion_runtime.startup.importing import raised_line
 from diffusion_runtime.tuning.axes import Axis, Choice, Situation, plain_steps
 from diffusion_runtime.tuning.budget import Budget, all_met, empty_bounds
 from diffusion_runtime.tuning.clip_metrics import TunedPrompt
@@ -30,6 +32,7 @@ from diffusion_runtime.tuning.measurement import Measurement
 from diffusion_runtime.tuning.plan import Plan
 from diffusion_runtime.tuning.search import thinned
 from diffusion_runtime.tuning.sensitivity import cells_to_measure, frontier, sensitivities
+from diffusion_runtime.tuning.time_limit import TimeIsOverError, TimeLimit
 from diffusion_runtime.tuning.trials import Trials
 
 # A choice that takes more of the time as given than this saves nothing that a clock can tell.
@@ -47,7 +50,7 @@ _SHARE_OF_VERIFICATION = 0.25
 @dataclass
 class FastestSearch:
     """minutes: the most that the search takes, verification included, from its begin. sparse_plan: None where sparse
-    methods are left out."""
+    methods are left out. limit: of the trials; ends a clip that is not done at the deadline of the search."""
 
     trials: Trials
     axes: Sequence[Axis]
@@ -58,6 +61,7 @@ class FastestSearch:
     minutes: float
     reporter: Reporter
     sparse_plan: Plan | None = None
+    limit: TimeLimit = field(default_factory=TimeLimit)
     left_out: list[LeftOut] = field(default_factory=list)
     ended_by: str = ""
 
@@ -142,6 +146,8 @@ class FastestSearch:
     def _saving(self, axis: Axis, line: Sequence[Choice]) -> list[Choice]:
         """Return the choices of a line that run; none where the strongest saves no time, by one clip."""
         runnable = []
+        if self._is_late(f"{axis.name}: {line[-1].name}" if line else axis.name):
+            return []
         for choice in line:
             error = self.trials.refusal_of(
                 Combination(((axis.name, choice),)), self.situation.request.num_inference_steps or 1
@@ -189,9 +195,17 @@ class FastestSearch:
         methods = [method for method, choice in self.situation.sparse.items() if choice in own]
         todo = cells_to_measure(plan, methods)
         pipeline = self.trials.pipeline(Combination())
-        measurement = Measurement(pipeline, self.trials.dense, ("latent",), self.trials.journal)
-        with _counted(self.reporter, f"sensitivity of {len(plan.cells)} cells", len(todo) * len(self.measured)) as done:
-            measured = sensitivities(todo, self.measured, measurement.distance, done)
+        measurement = Measurement(pipeline, self.trials.dense, ("latent",), self.trials.journal, sign=self.limit.sign)
+        title = f"sensitivity of {len(plan.cells)} cells"
+        try:
+            with (
+                self.limit.until(self.deadline),
+                _counted(self.reporter, title, len(todo) * len(self.measured)) as done,
+            ):
+                measured = sensitivities(todo, self.measured, measurement.distance, done)
+        except TimeIsOverError:
+            self._is_late(f"the {title} was measured")
+            return []
         line = frontier(plan.cells, measured)[1:]
         kept = {id(point) for point in thinned([point for _, point in line], SPARSE_POINTS)}
         name, num_steps = ", ".join(methods), plan.explanation.num_steps
@@ -248,7 +262,7 @@ class FastestSearch:
         missed: list[tuple[Combination, Trial]] = []
         within = sorted((each for each in tried if each[2]), key=lambda each: each[1].total)
         for combination, _, _ in within[:MAX_VERIFIED]:
-            trial = self._tried_combination(combination, self.verified)
+            trial = self._tried_combination(combination, self.verified, is_limited=False)
             if trial is not None and self._is_met(trial, reference) and self._is_faster(trial, reference):
                 return combination, trial, missed
             if trial is not None:
@@ -262,18 +276,28 @@ class FastestSearch:
         count = max(1, round((verified.total - others) / per_step)) if per_step > 0 else reference.num_steps
         if count >= reference.num_steps:
             return None
-        return self._tried_combination(Combination((("steps", plain_steps(count)),)), self.verified)
+        return self._tried_combination(Combination((("steps", plain_steps(count)),)), self.verified, is_limited=False)
 
     def _tried(self, axis: str, choice: Choice, prompts: Sequence[TunedPrompt] | None = None) -> Trial | None:
         return self._tried_combination(Combination(((axis, choice),)), prompts or self.measured)
 
-    def _tried_combination(self, combination: Combination, prompts: Sequence[TunedPrompt]) -> Trial | None:
-        """None, and why, where a combination fails that seemed to run."""
+    def _tried_combination(
+        self, combination: Combination, prompts: Sequence[TunedPrompt], *, is_limited: bool = True
+    ) -> Trial | None:
+        """None, and why, where a combination fails that seemed to run, or is not done at the deadline of the search.
+        is_limited: False for verification, which has its own time."""
         try:
-            return self._trial(combination, prompts)
+            with self.limit.until(self.deadline if is_limited else math.inf):
+                return self._trial(combination, prompts)
+        except TimeIsOverError:
+            self._is_late(f"{combination} was measured")
         except DiffusionRuntimeError as error:
             self._leave_out(str(combination), _first_line(error))
-            return None
+        except Exception as error:  # any exception: a compiler of kernels may raise anything
+            if not device_answers(self.situation.device):
+                raise
+            self._leave_out(str(combination), raised_line(error))
+        return None
 
     def _trial(self, combination: Combination, prompts: Sequence[TunedPrompt]) -> Trial:
         with _counted(self.reporter, str(combination), len(prompts)) as done:

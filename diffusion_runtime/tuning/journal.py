@@ -54,9 +54,13 @@ class Journal:
     def value(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return the value kept under this name, else what `measure` returns (JSON values), which is then kept."""
         if name not in self._values:
-            self._values[name] = measure()
-            self._write()
+            self.keep(name, measure())
         return self._values[name]
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a value (JSON) under this name."""
+        self._values[name] = value
+        self._write()
 
     def _write(self) -> None:
         if self._path is None:

@@ -16,7 +16,7 @@ import torch
 
 from diffusion_runtime.attention.config import AttentionConfig
 from diffusion_runtime.comparison.latent_distance import relative_l2
-from diffusion_runtime.core.progress import Progress
+from diffusion_runtime.core.progress import OnProgress, Progress
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.generation.interface import InspectablePipeline
@@ -53,7 +53,8 @@ class Figures:
 class Measurement:
     """Clips of one loaded pipeline under attention rules on top of `dense`, the choices of a dense run.
 
-    metrics: of budget.METRICS, that `figures` computes; clip_score: where `clip` is one of them.
+    metrics: of budget.METRICS, that `figures` computes; clip_score: where `clip` is one of them. sign: called at every
+    step; what it raises ends the clip.
     """
 
     pipeline: InspectablePipeline
@@ -61,6 +62,7 @@ class Measurement:
     metrics: Sequence[str]
     journal: Journal
     clip_score: ClipScore | None = None
+    sign: OnProgress | None = None
     _dense: dict[tuple[str, int | None], ReferenceClip] = field(default_factory=dict)
     # The predictions of one dense clip, by the step of each call: they are as large as its latents, times its steps.
     _recorded: tuple[GenerationRequest, list[tuple[int, torch.Tensor]]] | None = None
@@ -176,6 +178,8 @@ class Measurement:
         """Make a clip; None where it is not to be decoded."""
 
         def watch(progress: Progress) -> None:
+            if self.sign is not None:
+                self.sign(progress)
             if progress.stage == "denoise" and progress.step == progress.num_steps:
                 made.seconds = progress.seconds
 

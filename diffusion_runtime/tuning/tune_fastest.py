@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from diffusion_runtime.tuning.fastest_result import FastestResult
 from diffusion_runtime.tuning.found import LeftOut
 from diffusion_runtime.tuning.journal import Journal
 from diffusion_runtime.tuning.plan import ROLE, Plan, Tuning
+from diffusion_runtime.tuning.time_limit import QUIET_SECONDS, TimeLimit
 from diffusion_runtime.tuning.trials import Trials
 
 
@@ -59,7 +61,8 @@ def tune_fastest(
     if plan is None:
         axes = [axis for axis in axes if axis.name != "sparse"]
     backends = _backends(prepared, requests[0])
-    situation = Situation(requests[0], detect_hardware(str(prepared.device)), backends, _sparsest(plan))
+    device = str(prepared.device)
+    situation = Situation(requests[0], detect_hardware(device), backends, _sparsest(plan), device)
     axes = [axis for axis in axes if _has_choices(axis, situation, left_out)]
     if not axes:
         reasons = "; ".join(f"{each.name}: {each.reason}" for each in left_out)
@@ -69,8 +72,11 @@ def tune_fastest(
     if journal.num_found:
         reporter.say(f"going on with {journal.num_found} measurements of {journal_path}")
     prompts = [TunedPrompt(*each) for each in zip(requests, tuning.attributes, strict=True)]
+    limit = TimeLimit()
+    loaded = runtime if plan is None else plan.prepared.description.config
     search = FastestSearch(
-        trials=_trials(tuning, runtime if plan is None else plan.prepared.description.config, dense, requests, journal),
+        trials=_trials(tuning, loaded, dense, requests, journal, limit),
+        limit=limit,
         axes=axes,
         situation=situation,
         budgets=tuning.budgets,
@@ -82,8 +88,18 @@ def tune_fastest(
         left_out=left_out,
     )
     _say_plan(search, prepared, requests, left_out, reporter)
+
+    def end_process() -> None:
+        reason = f"no answer for {QUIET_SECONDS:.0f} s after the end of {minutes:g} min"
+        search.trials.keep_hang(reason)
+        again = "" if journal_path is None else f"; the same command goes on from {journal_path} without this setting"
+        reporter.say(f"tune: the clip under way hangs: {reason}; this process ends{again}")
+        # A call that waits for a device cannot be interrupted.
+        os._exit(1)
+
     try:
-        found = search.found()
+        with limit.ending_what_hangs(time.monotonic() + 60 * minutes, end_process):
+            found = search.found()
         trials = search.trials
         key = next(iter(trials.requests))
         request = trials.resolved(found.chosen, key, prepare(found.chosen.runtime(trials.runtime)).rules.resolve)
@@ -167,6 +183,7 @@ def _trials(
     dense: AttentionConfig,
     requests: Sequence[GenerationRequest],
     journal: Journal,
+    limit: TimeLimit,
 ) -> Trials:
     metrics = dict.fromkeys(["latent", *(budget.metric for budget in tuning.budgets)])
     if all(attributes is not None for attributes in tuning.attributes):
@@ -174,7 +191,7 @@ def _trials(
     clip = ClipScore(tuning.clip_path, runtime.device) if "clip" in metrics and tuning.clip_path else None
     pairs = zip(requests, tuning.requests, strict=True)
     by_key: dict[tuple[str, int | None], GenerationRequest] = {(each.prompt, each.seed): given for each, given in pairs}
-    return Trials(runtime, dense, by_key, tuning.preset, ClipMetrics(tuple(metrics), clip), journal)
+    return Trials(runtime, dense, by_key, tuning.preset, ClipMetrics(tuple(metrics), clip), journal, limit)
 
 
 def _identity(

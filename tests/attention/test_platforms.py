@@ -9,7 +9,7 @@ import torch
 from machines import EVERYTHING, cuda, other
 from tables import table
 
-from diffusion_runtime.attention import AttentionPolicy, Decision, select_backend
+from diffusion_runtime.attention import AttentionConfig, AttentionPolicy, Decision, LocalAttention, select_backend
 from diffusion_runtime.attention.backends.capability import AttentionRequirements
 from diffusion_runtime.attention.backends.refusals import refusals
 from diffusion_runtime.attention.select import platform_candidates
@@ -204,6 +204,28 @@ def test_a_default_says_what_of_its_chip_cannot_run() -> None:
     ]
     lines = [default_on(hardware).log_line("self", hardware) for hardware, _ in cases]
     assert [line.partition(")")[2] for line in lines] == [end for _, end in cases]
+
+
+def test_a_narrow_layer_takes_no_default_that_compiles_and_says_so() -> None:
+    """By the layer's width on all processes, so that a first command and later ones compute alike."""
+
+    def decision(hardware: Hardware, num_heads: int, cli: str | None = None) -> Decision:
+        policy = AttentionPolicy(
+            cli=AttentionConfig.parse(cli), device="cuda", dtype=torch.bfloat16, environment=None, planned_on=hardware
+        )
+        return LocalAttention(num_heads, 64, policy=policy).decisions.possible[0][1]
+
+    hopper = cuda((9, 0), "flash-attn-4")
+    narrow = decision(hopper, 4)
+    assert narrow.backend == "torch_sdpa"
+    line = narrow.log_line("self", hopper)
+    assert line.endswith("; fa: passed over as a default, a layer of at most 256 numbers per token repays no compiling")
+    assert [name for name, _ in narrow.rejected] == ["fa"]
+    assert decision(hopper, 5).backend == "fa"
+    assert decision(hopper, 4, "fa").backend == "fa"
+    # Its kernels came compiled; and what is not installed is not passed over.
+    assert decision(cuda((9, 0), "flash-attn"), 4).backend == "fa"
+    assert decision(cuda((9, 0)), 4).log_line("self", cuda((9, 0))).endswith("; fa cannot run here")
 
 
 def test_log_lines_name_the_platform_and_its_versions(caplog: pytest.LogCaptureFixture) -> None:

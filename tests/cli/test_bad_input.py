@@ -149,4 +149,4 @@ def test_a_variable_of_the_environment_is_checked_before_loading(
     monkeypatch.setenv("DIFFUSION_FUSED_KERNELS", "x")
     result = command("generate", "a", "--dry-run")
     assert result.code == 2
-    assert result.said.strip().endswith("DIFFUSION_FUSED_KERNELS: expected auto or reference, got 'x'")
+    assert result.said.strip().endswith("DIFFUSION_FUSED_KERNELS: expected auto, reference or triton, got 'x'")

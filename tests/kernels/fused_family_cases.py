@@ -95,7 +95,8 @@ def failures(device: str, dtype: torch.dtype, bound: float, without: Collection[
             for with_image in (False, True) if family == "wan" else (False,):
                 os.environ[VARIABLE] = "reference"
                 expected = velocity(pipeline, device, dtype, with_image)
-                del os.environ[VARIABLE]
+                # Tiny transformers are too narrow for `auto` on a GPU.
+                os.environ[VARIABLE] = "triton"
                 calls[0] = 0
                 refused.clear()
                 found = velocity(pipeline, device, dtype, with_image)

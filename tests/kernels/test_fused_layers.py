@@ -22,6 +22,7 @@ from diffusion_runtime.kernels.fp8_rows import triton as fp8_triton
 from diffusion_runtime.kernels.fp8_rows.api import quantize_gated_rows, quantize_joined_rows, quantize_rows
 from diffusion_runtime.kernels.implementation import VARIABLE, fusion_is_on
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+from diffusion_runtime.kernels.modulated_norm import api as norm_api
 from diffusion_runtime.kernels.modulated_norm import triton as norm_triton
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm, modulated_norm_fp8
 from diffusion_runtime.kernels.modulated_norm.reference import NormCall
@@ -290,8 +291,25 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(norm_triton, "modulated_norm", lambda *_: pytest.fail("Triton was called"))
     modulated_norm(torch.randn(1, 2, 8), LAYER)
     monkeypatch.setenv(VARIABLE, "tritn")
-    with pytest.raises(ConfigError, match="DIFFUSION_FUSED_KERNELS: expected auto or reference, got 'tritn'"):
+    with pytest.raises(ConfigError, match="DIFFUSION_FUSED_KERNELS: expected auto, reference or triton, got 'tritn'"):
         modulated_norm(torch.randn(1, 2, 8), LAYER)
+
+
+@pytest.mark.parametrize(("dim", "is_eager"), [(256, True), (257, False)])
+def test_a_narrow_layer_on_a_gpu_compiles_nothing_unless_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, dim: int, is_eager: bool
+) -> None:
+    monkeypatch.setattr(implementation, "is_interpreted", False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    # The meta device stands for a GPU: planned for one, a fused kernel allocates its result alone.
+    x, eager = torch.empty(1, 2, dim, device="meta"), []
+    monkeypatch.setattr(norm_api.reference, "modulated_norm", lambda call: eager.append(call) or call.x)
+    modulated_norm(x, LAYER)
+    assert bool(eager) == is_eager
+    monkeypatch.setenv(VARIABLE, "triton")
+    modulated_norm(x, LAYER)
+    modulated_norm(torch.randn(1, 2, dim), LAYER, implementation="auto")
+    assert len(eager) == is_eager + 1, "once in the variable's absence, and on the CPU"
 
 
 def test_what_triton_cannot_compute_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ STEPS = tuple(
     for index in range(NUM_STEPS)
 )
 STAR = GenerationRequest("a star", height=64, width=64, seed=1)
-FAMILIES = ("flux1", "qwen_image", "hunyuan_video", "hunyuan_video_15", "meanflow")
+FAMILIES = ("flux1", "qwen_image", "hunyuan_video", "hunyuan_video_15", "meanflow", "z_image")
 
 
 def load(folder_of: FolderOf, tmp_path: Path, family: str) -> Pipeline:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.kernels.implementation import VARIABLE
 from diffusion_runtime.startup import first_use
 
 
@@ -45,6 +47,16 @@ def test_what_triton_compiles_is_counted_and_what_it_finds_on_disk_is_not(compil
     assert heard == [fresh, hit]
 
 
+def test_a_generation_says_what_is_not_compiled(tiny_wan_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "_left_out", {})
+    pipeline = load_pipeline(str(tiny_wan_folder), device="cpu")
+    request = GenerationRequest(prompt="a star", **TINY_SIZES, num_inference_steps=1, seed=1)
+    assert not any("not compiled" in note for note in pipeline(request).attention_report.notes)
+    for _ in range(2):
+        first_use.leave_out("fused kernels: not compiled")
+    assert pipeline(request).attention_report.notes.count("fused kernels: not compiled") == 1
+
+
 def test_a_generation_reports_what_was_compiled_for_it_and_the_first_one_what_loading_took(
     tiny_wan_folder: Any,
 ) -> None:
@@ -61,3 +73,19 @@ def test_a_generation_reports_what_was_compiled_for_it_and_the_first_one_what_lo
     assert "first use: 1 kernels compiled in 1.5 s of this generation" in first.attention_report.notes
     assert first.timings["read"] > 0
     assert list(second.timings) == ["text", "denoise", "decode"]
+
+
+@pytest.mark.gpu
+def test_what_a_step_launches_on_a_gpu_is_compiled_while_weights_are_read(
+    tiny_wan_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A tiny transformer is too narrow for `auto`.
+    monkeypatch.setenv(VARIABLE, "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pipeline = load_pipeline(str(tiny_wan_folder), device="cuda")
+    request = GenerationRequest(prompt="a star", **TINY_SIZES, num_inference_steps=2, seed=1)
+    before = first_use.kernels_compiled()[0]
+    notes = pipeline(request).attention_report.notes
+    ahead = [note for note in notes if note.startswith("first use:") and "while weights were read" in note]
+    assert len(ahead) == 1
+    assert int(ahead[0].split()[2]) > 2 * (first_use.kernels_compiled()[0] - before)

@@ -6,22 +6,28 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from diffusion_runtime import GenerationRequest, RuntimeConfig
 from diffusion_runtime.attention.config import AttentionConfig, AttentionSpec
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
-from diffusion_runtime.errors import ConfigError, RequestError
+from diffusion_runtime.errors import ConfigError, DiffusionRuntimeError, RequestError
 from diffusion_runtime.tuning.axes import AXES, Axis, Choice, Situation, chosen_axes
 from diffusion_runtime.tuning.budget import parse_budgets
 from diffusion_runtime.tuning.cells import Cell
-from diffusion_runtime.tuning.clip_metrics import TunedPrompt
+from diffusion_runtime.tuning.clip_metrics import ClipMetrics, TunedPrompt
 from diffusion_runtime.tuning.combination import Combination, Trial, expected, stretched
 from diffusion_runtime.tuning.fastest import LESS_LOSS, SAVES_FROM, FastestSearch
 from diffusion_runtime.tuning.found import Found
+from diffusion_runtime.tuning.journal import Journal
+from diffusion_runtime.tuning.time_limit import TimeLimit
+from diffusion_runtime.tuning.trials import Trials
 
 PROMPTS = [TunedPrompt(GenerationRequest(text, seed=0, num_inference_steps=12)) for text in ("a", "b", "c", "d")]
 # By choice: the share of the time that it takes, and the squared distance that it adds.
@@ -107,7 +113,9 @@ def axes() -> list[Axis]:
     return [Axis(name, lines(list(choices))) for name, choices in WORLD.items()]
 
 
-def searched(world: World, bound: float, minutes: float = 1.0, budget: str = "") -> tuple[Found, Silent]:
+def searched(
+    world: World, bound: float, minutes: float = 1.0, budget: str = "", limit: TimeLimit | None = None
+) -> tuple[Found, Silent]:
     reporter = Silent()
     search = FastestSearch(
         trials=world,  # type: ignore[arg-type]
@@ -118,6 +126,7 @@ def searched(world: World, bound: float, minutes: float = 1.0, budget: str = "")
         verified=PROMPTS[2:],
         minutes=minutes,
         reporter=reporter,
+        limit=TimeLimit() if limit is None else limit,
     )
     return search.found(), reporter
 
@@ -223,6 +232,45 @@ def test_the_minutes_end_a_search_and_what_was_found_is_verified(monkeypatch: py
     assert (found.is_met, found.alone) == (False, [])
 
 
+def test_a_clip_under_way_ends_with_the_search_and_a_compiler_that_fails_leaves_its_setting_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, world = [0.0], World()
+    monkeypatch.setattr("diffusion_runtime.tuning.fastest.time.monotonic", lambda: now[0])
+    limit, made = TimeLimit(lambda: now[0]), world.trial
+
+    def slow(combination: Combination, *rest: Any) -> Trial:
+        if str(combination) == "4a":
+            raise ZeroDivisionError("ptxas fell over")
+        if str(combination) == "2b" and rest[0] == PROMPTS[:2]:
+            # A clip of many steps, each with a sign.
+            for _ in range(100):
+                now[0] += 1.0
+                limit.sign()
+        return made(combination, *rest)
+
+    world.trial = slow  # type: ignore[method-assign]
+    found, _ = searched(world, 1.0, minutes=1.0, limit=limit)
+    assert [each.reason for each in found.left_out if each.name == "4a"] == ["ZeroDivisionError: ptxas fell over"]
+    # 45 of 60 s are for the search.
+    assert now[0] == 46.0
+    assert (found.is_met, str(found.chosen), found.ended_by) == (True, "1c", "1 minutes ended before 2b was measured")
+
+
+def test_a_process_without_a_sign_is_ended_after_the_minutes_alone() -> None:
+    now, ended = [0.0], threading.Event()
+    limit = TimeLimit(lambda: now[0])
+    with limit.ending_what_hangs(10.0, ended.set, interval=0.001, quiet=5.0):
+        # Compiling before the end may take as long as it likes.
+        now[0] = 14.0
+        assert not ended.wait(0.1)
+        limit.sign()
+        now[0] = 18.9
+        assert not ended.wait(0.1)
+        now[0] = 19.1
+        assert ended.wait(10.0)
+
+
 def test_times_multiply_by_stage_and_losses_add_up() -> None:
     reference = Trial({"latent": 0.0}, (), {"text": 1.0, "denoise": 10.0, "decode": 4.0}, 12)
     parts = [
@@ -282,3 +330,35 @@ def test_axes_have_choices_and_are_found_by_name() -> None:
     assert chosen_axes([]) == AXES
     with pytest.raises(ConfigError, match="--over: unknown axis 'step_cache'"):
         chosen_axes(["step_cache"])
+
+
+def test_a_gpus_first_clip_of_a_setting_counts_for_nothing_and_the_quickest_of_the_next_ones_does() -> None:
+    """Stand-ins: a clip takes 9 s where its kernels are compiled, then 0.3, 0.2 and 0.1 s."""
+    trials = Trials(RuntimeConfig(), AttentionConfig(), {}, None, ClipMetrics(("latent",), None), Journal(None, {}))
+    request, compiled = GenerationRequest("a", seed=0, num_inference_steps=2), [9.0, 0.3, 0.2, 0.1]
+    taken: list[float] = []
+
+    def made(pipeline: Any, *_: Any) -> tuple[Any, Any, dict[str, float]]:
+        taken.append(compiled[min(len(taken), 3)] if pipeline.device.type == "cuda" else 1.0)
+        return None, None, {"text": 0.0, "denoise": taken[-1], "decode": 0.0}
+
+    trials._made = made  # type: ignore[assignment, method-assign]
+    for device, seconds, count in (("cuda", 0.1, 4), ("cuda", 0.1, 7), ("cpu", 1.0, 8)):
+        pipeline: Any = SimpleNamespace(device=torch.device(device))
+        assert trials._quickest(pipeline, Combination(), request)[2]["denoise"] == seconds
+        assert len(taken) == count
+
+
+def test_a_setting_that_an_earlier_run_found_to_hang_is_left_out() -> None:
+    journal, prompt = Journal(None, {}), PROMPTS[0]
+    trials = Trials(RuntimeConfig(), AttentionConfig(), {}, None, ClipMetrics(("latent",), None), journal)
+
+    def hang(*_: Any) -> Any:
+        trials.keep_hang("no answer for 60 s")
+        raise KeyboardInterrupt
+
+    trials._row = hang  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trials.trial(Combination(), [prompt], lambda: None)
+    with pytest.raises(DiffusionRuntimeError, match="no answer for 60 s"):
+        trials.trial(Combination(), [prompt], lambda: None)

@@ -88,6 +88,7 @@ class AttentionRequirements:
     every_key_on_demand: a backend that needs every key gets them all, in spite of keys_in_parts.
     no_grid: why calls come without the grid of their tokens, as in `which is known of X`; empty when they come with it.
     unchecked: a backend may answer although a self-check found its numbers wrong.
+    width: numbers of a token in all heads of the layer, on all processes; 0 where that is not known.
     """
 
     role: str
@@ -102,6 +103,7 @@ class AttentionRequirements:
     every_key_on_demand: bool = False
     no_grid: str = ""
     unchecked: bool = False
+    width: int = 0
 
 
 @dataclass(frozen=True)

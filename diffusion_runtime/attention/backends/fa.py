@@ -135,6 +135,11 @@ class AnyFlashAttention(ImportingBackend):
     def importable(self, requirements: AttentionRequirements) -> Availability:
         return self._serving(requirements, importing=False)
 
+    def import_ahead(self, requirements: AttentionRequirements) -> None:
+        generation = serving_generation(requirements)[0]
+        if generation is not None:
+            generation.import_ahead(requirements)
+
     def _serving(self, requirements: AttentionRequirements, *, importing: bool) -> Availability:
         generation, broken = serving_generation(requirements, importing=importing)
         if generation is not None:

@@ -44,6 +44,9 @@ class ImportingBackend(Backend):
         """`imported`; without the import, which the first call makes, where one that passed here is remembered."""
         return self.imported(requirements)
 
+    def import_ahead(self, requirements: AttentionRequirements) -> None:
+        """Import what the first call imports, in a thread beside other work. Raises what that call would raise."""
+
 
 class PackageBackend(ImportingBackend):
     """A backend that needs one distribution.
@@ -108,6 +111,10 @@ class PackageBackend(ImportingBackend):
         if not self.is_compiled_ahead(hardware) and is_remembered(self._import_check(hardware)):
             return self.probe(hardware)
         return self.imported(requirements)
+
+    def import_ahead(self, requirements: AttentionRequirements) -> None:  # noqa: ARG002
+        if self.functions:
+            self.first_call_functions()
 
     def first_call_functions(self) -> tuple[Callable[..., Any], ...]:
         """`functions` of the package, imported unless they are. Raises BackendUnavailableError."""

@@ -7,7 +7,10 @@ import torch.nn.functional as F
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.activations import triton
-from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, is_narrow, runs_in_triton
+
+# Numbers of a feed-forward network's hidden layer per number of its layer's width: that of the embedded model has 4.
+_PER_WIDTH = 4
 
 
 def silu_mul(
@@ -18,13 +21,15 @@ def silu_mul(
     gate, features: [..., dim], such as the halves of one product. Triton rounds once, the reference after each of the
     two. Raises ConfigError for shapes that differ, and when the implementation that was asked for cannot run.
     """
+    implementation = _narrowed(implementation, gate)
     if implementation == "auto":
         made = triton.repeat(gate, features, "silu_mul", in_place)
         if made is not None:
             return made
     _check_alike("SiLU", gate, features)
     if has_shape_alone(gate):
-        return gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        out = gate if in_place else torch.empty_like(gate, memory_format=torch.contiguous_format)
+        return triton.expect(gate, features, out, "silu_mul")
     if runs_in_triton(implementation, triton.refusal(gate, features)):
         return triton.gated(gate, features, "silu_mul", in_place)
     return F.silu(gate, inplace=in_place).mul_(features)
@@ -33,13 +38,15 @@ def silu_mul(
 def sigmoid_mul(gate: torch.Tensor, features: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     """sigmoid(gate) * features (gated attention: Qiu et al., arXiv:2505.06708), in a new contiguous tensor. The
     arguments, and what is raised, are those of silu_mul."""
+    implementation = _narrowed(implementation, gate)
     if implementation == "auto":
         made = triton.repeat(gate, features, "sigmoid_mul", False)
         if made is not None:
             return made
     _check_alike("sigmoid", gate, features)
     if has_shape_alone(gate):
-        return torch.empty_like(gate, memory_format=torch.contiguous_format)
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        return triton.expect(gate, features, out, "sigmoid_mul")
     if runs_in_triton(implementation, triton.refusal(gate, features)):
         return triton.gated(gate, features, "sigmoid_mul", False)
     return torch.sigmoid(gate).mul_(features)
@@ -48,14 +55,20 @@ def sigmoid_mul(gate: torch.Tensor, features: torch.Tensor, *, implementation: s
 def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     """Apply the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415) in place. x: [..., dim], such as a part of a
     product. Raises ConfigError when the implementation that was asked for cannot run."""
+    implementation = _narrowed(implementation, x)
     if implementation == "auto" and triton.repeat(x, x, "gelu", True) is not None:
         return x
     if has_shape_alone(x):
-        return x
+        return triton.expect(x, x, x, "gelu")
     if runs_in_triton(implementation, triton.refusal(x, x)):
         return triton.gelu_(x)
     result: torch.Tensor = torch.ops.aten.gelu_(x, approximate="tanh")
     return result
+
+
+def _narrowed(implementation: str, x: torch.Tensor) -> str:
+    """Return the implementation of a call, in which `auto` is the reference for a narrow layer."""
+    return "reference" if implementation == "auto" and is_narrow(x, x.shape[-1] // _PER_WIDTH) else implementation
 
 
 def _check_alike(name: str, gate: torch.Tensor, features: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.fp8_rows.api import quantize_rows
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.fp8_rows.triton import empty_rows
-from diffusion_runtime.kernels.implementation import has_shape_alone, runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, is_narrow, runs_in_triton
 from diffusion_runtime.kernels.modulated_norm import reference, triton
 from diffusion_runtime.kernels.modulated_norm.reference import Branch as Branch
 from diffusion_runtime.kernels.modulated_norm.reference import Norm as Norm
@@ -81,12 +81,17 @@ def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto"
 
 def _computed(call: NormCall, implementation: str) -> torch.Tensor:
     if implementation == "auto":
+        if is_narrow(call.x, call.x.shape[2]):
+            _check(call)
+            return reference.modulated_norm(call)
         made = triton.repeat(call)
         if made is not None:
             return made
     _check(call)
     if has_shape_alone(call.x):
-        return torch.empty_like(call.x) if call.out is None else call.out
+        out = torch.empty_like(call.x, memory_format=torch.contiguous_format) if call.out is None else call.out
+        triton.expect(call, out)
+        return out
     if runs_in_triton(implementation, triton.refusal(call)):
         return triton.modulated_norm(call)
     return reference.modulated_norm(call)

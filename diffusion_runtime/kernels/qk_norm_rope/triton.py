@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 
 from diffusion_runtime.kernels.implementation import refusal_of
-from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
+from diffusion_runtime.kernels.launches import Launch, LaunchCache, is_expecting, kind_of
 from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 
 # Numbers of a token that one program holds in registers, heads and head_dim padded to powers of two.
@@ -56,6 +56,13 @@ def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
     target = call.packed if call.out is None else call.out
     found.run(_pointers(call, target))
     return target.unbind(2)
+
+
+def expect(call: NormRopeCall) -> None:
+    """Add the launch of a call on the meta device to those that are expected, where they are asked for."""
+    num_heads, head_dim = call.packed.shape[3:]
+    if is_expecting(call.packed) and padded(num_heads) * padded(head_dim) <= MAX_BLOCK:
+        norm_rope(call)
 
 
 def norm_rope(call: NormRopeCall) -> tuple[torch.Tensor, ...]:

@@ -21,14 +21,15 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
-from diffusion_runtime.core.block_stack import ModulatedInput, overwriting
+from diffusion_runtime.core.block_stack import ModulatedInput, RunBlock, overwriting
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, add_branch_, modulated_norm
 from diffusion_runtime.layers.embeddings import TimestepEmbedding, patchify, unpatchify
 from diffusion_runtime.layers.linear import GatedFeedForward, Linear, LinearInput
-from diffusion_runtime.layers.modulation import norm_for
+from diffusion_runtime.layers.modulation import BlockModulation, ModulatedBlock, Modulation, norm_for
+from diffusion_runtime.layers.modulation_rows import modulations_of, rows_of_step
 from diffusion_runtime.layers.norm import RMSNorm
 from diffusion_runtime.layers.prompt_cache import cached_for_prompt, cached_for_request
 from diffusion_runtime.layers.rope import position_rotations
@@ -60,8 +61,30 @@ class ZImageAttention(nn.Module):
         return out
 
 
-class ZImageBlock(nn.Module):
-    """Block. modulation: makes scale and gate of attention and of the feed-forward; None in the text's refiner."""
+class ZImageModulation(BlockModulation):
+    """Scale and gate of attention, then of the feed-forward, from the timestep; tanh bounds the gates."""
+
+    def __init__(self, config: ZImageTransformerConfig) -> None:
+        super().__init__(config.dim, 4, in_dim=config.conditioning_dim)
+
+    def stacked(self, conditioning: torch.Tensor) -> torch.Tensor:
+        rows = super().stacked(conditioning)
+        rows[1::2] = rows[1::2].tanh()
+        return rows
+
+
+class ZImageOutModulation(Modulation):
+    """Scale of the last norm."""
+
+    def __init__(self, config: ZImageTransformerConfig) -> None:
+        super().__init__(config.dim, 1, in_dim=config.conditioning_dim)
+
+    def stacked(self, conditioning: torch.Tensor) -> torch.Tensor:
+        return super().stacked(F.silu(conditioning))
+
+
+class ZImageBlock(ModulatedBlock):
+    """Block. Its rows are those of ZImageModulation, [4, B, D]; the text's refiner has none."""
 
     def __init__(self, config: ZImageTransformerConfig, attention: AttentionLayer, *, is_modulated: bool) -> None:
         super().__init__()
@@ -71,36 +94,23 @@ class ZImageBlock(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.eps)
         self.feed_forward = GatedFeedForward(config.dim, config.ffn_dim)
         self.ffn_out_norm = RMSNorm(config.dim, config.eps)
-        self.modulation = Linear(config.conditioning_dim, 4 * config.dim) if is_modulated else None
+        if is_modulated:
+            self.modulation = ZImageModulation(config)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        conditioning: torch.Tensor | None,
-        rotations: torch.Tensor,
-        context: AttentionContext,
+        self, x: torch.Tensor, rows: torch.Tensor | None, rotations: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
-        """Run the block; return x [B, tokens, D], overwritten. conditioning: [B, conditioning_dim], with modulation."""
-        scale = gate = ffn_scale = ffn_gate = None
-        if self.modulation is not None:
-            scale, gate, ffn_scale, ffn_gate = self._rows(self.modulation, conditioning)
-            gate, ffn_gate = gate.tanh(), ffn_gate.tanh()
+        """Run the block; return x [B, tokens, D], overwritten. rows: of `modulation`, None in the text's refiner."""
+        scale, gate, ffn_scale, ffn_gate = (None,) * 4 if rows is None else rows.unbind()
         normalized = norm_for((self.self_attention.qkv,), x, self.attention_norm.as_norm, scale=scale)
         branch = self.self_attention(normalized, rotations, context)
         attended = Branch(branch, gate, self.attention_out_norm.as_norm)
         normalized = norm_for((self.feed_forward.up,), x, self.ffn_norm.as_norm, scale=ffn_scale, branch=attended)
         return add_branch_(x, Branch(self.feed_forward(normalized), ffn_gate, self.ffn_out_norm.as_norm))
 
-    def modulated_input(self, x: torch.Tensor, conditioning: torch.Tensor) -> ModulatedInput:
+    def modulated_input(self, x: torch.Tensor, rows: torch.Tensor) -> ModulatedInput:
         """Return the input of the first block after modulation, which TeaCache compares."""
-        assert self.modulation is not None
-        scale, *_ = self._rows(self.modulation, conditioning)
-        return ModulatedInput(modulated_norm(x, self.attention_norm.as_norm, scale=scale))
-
-    def _rows(self, modulation: Linear, conditioning: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return scale and gate of the attention, then of the feed-forward, each [B, D]."""
-        rows: torch.Tensor = modulation(conditioning)
-        return rows.chunk(4, dim=-1)
+        return ModulatedInput(modulated_norm(x, self.attention_norm.as_norm, scale=rows[0]))
 
 
 class ZImageTransformer(DiffusionTransformer):
@@ -140,7 +150,7 @@ class ZImageTransformer(DiffusionTransformer):
             )
             for index in range(config.num_layers)
         )
-        self.out_modulation = Linear(config.conditioning_dim, config.dim)
+        self.out_modulation = ZImageOutModulation(config)
         self.out = Linear(config.dim, config.patch_channels)
 
     @property
@@ -158,7 +168,8 @@ class ZImageTransformer(DiffusionTransformer):
         num_tokens, dtype = math.prod(grid), self.out.weight.dtype
         num_filling = -num_tokens % TOKEN_MULTIPLE
         lengths = tuple(filled(length) for length in inputs.text.lengths)
-        conditioning = self.timestep_embedding(1000.0 - timestep).to(dtype)
+        modulations = modulations_of((*self.grid_refiner, *self.blocks), self.out_modulation)
+        rows = rows_of_step("z_image", None, modulations, timestep, self._condition, context)
         tokens = patchify(latents.to(dtype), self.config.patch, channels_first=False)
         x = sharding.shard(self.patch_embedding(tokens))
         x = torch.cat([x, self.grid_filler.expand(len(x), num_filling, -1)], dim=1)
@@ -167,7 +178,8 @@ class ZImageTransformer(DiffusionTransformer):
         )
         layout = TokenLayout(grid, num_suffix_tokens=num_filling, tile=sharding.tile, num_given_tokens=num_filling)
         for block in self.grid_refiner:
-            x = block(x, conditioning, picture, context.with_layout(layout))
+            assert isinstance(block, ZImageBlock)
+            x = block(x, rows.of(block.modulation), picture, context.with_layout(layout))
         text = cached_for_prompt(
             "text", inputs.text.embeddings, context, lambda: self._text(inputs.text, lengths, context)
         )
@@ -180,20 +192,28 @@ class ZImageTransformer(DiffusionTransformer):
             num_given_tokens=num_filling,
         )
         joint = context.with_layout(layout)
-        blocks = (overwriting(block, conditioning, joint_rotations, joint) for block in self.blocks)
         first, entering = self.blocks[0], x
         assert isinstance(first, ZImageBlock)
 
+        def run_of(block: nn.Module) -> RunBlock:
+            assert isinstance(block, ZImageBlock)
+            return overwriting(block, rows.of(block.modulation), joint_rotations, joint)
+
         def modulated_input() -> ModulatedInput:
             with held_weights(first):
-                return first.modulated_input(entering, conditioning)
+                return first.modulated_input(entering, rows.of(first.modulation))
 
-        (x,) = context.run_blocks(blocks, (x,), num_tokens, modulated_input)
+        (x,) = context.run_blocks(map(run_of, self.blocks), (x,), num_tokens, modulated_input)
         x = x[:, : x.shape[1] - layout.num_suffix_tokens]
-        scale = self.out_modulation(F.silu(conditioning))
+        (scale,) = rows.of(self.out_modulation)
         normalized = modulated_norm(x, Norm("layer", self.config.out_eps), scale=scale)
         tokens = sharding.gather(self.out(normalized), num_tokens)
         return unpatchify(tokens, grid, self.config.patch).neg().to(latents.dtype)
+
+    def _condition(self, timestep: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        """Return what modulations take of timesteps [B]: the embedding, [B, conditioning_dim]."""
+        embedded: torch.Tensor = self.timestep_embedding(1000.0 - timestep)
+        return embedded.to(self.out.weight.dtype)
 
     def _text(self, text: Conditions, lengths: Sequence[int], context: AttentionContext) -> torch.Tensor:
         """Return the refined tokens [B, L, D] of a text. lengths: of each sample, padding included."""

@@ -34,7 +34,7 @@ def _all_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
     for index in range(config.num_layers):
         yield from _block_pieces(f"blocks.{index}", f"layers.{index}", config, is_modulated=True)
     last = f"all_final_layer.{_PATCH}"
-    yield from linear_pieces("out_modulation", [(f"{last}.adaLN_modulation.1", dim)], narrow)
+    yield from linear_pieces("out_modulation.projection", [(f"{last}.adaLN_modulation.1", dim)], narrow)
     yield from linear_pieces("out", [(f"{last}.linear", config.patch_channels)], dim)
 
 
@@ -60,7 +60,7 @@ def _block_pieces(
     yield from up_down_pieces(mine, up, f"{name}.w2", dim, ffn_dim, bias=False)
     if is_modulated:
         yield from linear_pieces(
-            f"{ours}.modulation", [(f"{theirs}.adaLN_modulation.0", 4 * dim)], config.conditioning_dim
+            f"{ours}.modulation.projection", [(f"{theirs}.adaLN_modulation.0", 4 * dim)], config.conditioning_dim
         )
 
 
