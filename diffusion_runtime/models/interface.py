@@ -201,8 +201,8 @@ class DiffusionTransformer(nn.Module, ABC):
         return noise
 
     def begin_again(self, clean: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """Return clean latents of the clip as they are noised for another stage; models whose images are denoised with
-        the clip put them in here. inputs: of that stage, whose sizes the latents have."""
+        """Return clean latents of the clip as they are noised, for another stage or to start from; models whose images
+        are denoised with the clip put them in here. inputs: of that stage, whose sizes the latents have."""
         return clean
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:

@@ -232,7 +232,7 @@ class Chunking:
         shared = self.sizes.shared
         return dataclasses.replace(
             shared,
-            num_inference_steps=self.num_steps_of_chunk(0),
+            num_inference_steps=shared.first_chunk_steps or shared.num_inference_steps,
             flow_shift=shared.first_chunk_flow_shift or shared.flow_shift,
             sampler=shared.first_chunk_sampler or shared.sampler,
         )

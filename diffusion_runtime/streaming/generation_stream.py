@@ -400,6 +400,8 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
         raise RequestError("stream: a video in segments has an end; give --num-frames or --seconds")
     if not endless:
         return
+    if settings.shared.init_path is not None:
+        raise RequestError("init_path: a video without an end is longer than any file; leave it out, or give it an end")
     window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunking.plan, num_frames=None)
     needed = frames_needed(settings.shared, chunks, settings.sampling.history)
     if window.span is None:

@@ -147,6 +147,7 @@ FAMILY = ModelFamily(
     ),
     decoding=Decoding(
         load=codec.load_decoder,
+        load_encoder=codec.load_clip_encoder,
         tiny_decoders={128: "taeltx_2"},
         is_fast=True,
         tiling=codec.tiling,
