@@ -85,13 +85,25 @@ class BatchSettings:
             size if self.windows is None else dataclasses.replace(size, num_frames=filled(self.shared.context_frames))
         )
 
-    def of_segment(self, index: int = 0) -> Self:
-        """Return the settings of one segment; these where the video is made at once."""
-        length, seed = self.segments.length, self.seed_of_segment(index)
-        if (length, seed) == (self.size.num_frames, self.shared.seed):
+    def of_segment(self, index: int = 0, image_path: str | None = None) -> Self:
+        """Return the settings of one segment; these where the video is made at once. image_path: of the image that it
+        begins with, None for the request's."""
+        if not self.segments.is_apart:
             return self
-        shared = dataclasses.replace(self.shared, num_frames=length, seed=seed)
+        shared = dataclasses.replace(
+            self.shared,
+            num_frames=self.segments.length,
+            seed=self.seed_of_segment(index),
+            prompt=self.prompt_at(self.segments.starts[index]),
+            prompt_switches=None,
+            image_path=self.shared.image_path if image_path is None else image_path,
+        )
         return dataclasses.replace(self, shared=shared)
+
+    def prompt_at(self, frame: int) -> str:
+        """Return the prompt that holds at a frame of a video in segments."""
+        later = [prompt for at, prompt in self.shared.prompt_switches or () if int(at) <= frame]
+        return later[-1] if later else self.shared.prompt
 
     def seed_of_segment(self, index: int) -> int:
         """Return the seed of a segment's noise."""
