@@ -4,6 +4,7 @@ before, with a prompt of its own."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -39,6 +40,8 @@ SLOW = ("hunyuan_video 33", "hunyuan_video_15", "wan")
 SIZES: Mapping[str, dict[str, Any]] = {"ltx2": {"height": 64, "width": 96, "fps": 25}}
 PROMPTS = ("a red circle", "a red circle", "a blue star")
 SEEDS = (1, 7, 3)
+# Of a request for one segment by itself.
+ALONE: Mapping[str, Any] = {"num_frames": 9, "segment_frames": None, "segment_seeds": None, "prompt_switches": None}
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +83,7 @@ def check_segments(kind: str, ours: Pipeline, picture: str, tmp_path: Path) -> G
     assert media.recipe["request"]["prompt_switches"] == [(17, PROMPTS[2])]
     first, position, sounds = picture, 0, list[Audio]()
     for seed, prompt in zip(SEEDS, PROMPTS, strict=True):
-        values = {"num_frames": 9, "segment_frames": None, "segment_seeds": None, "prompt_switches": None}
-        alone = ours(dataclasses.replace(asked, image_path=first, seed=seed, prompt=prompt, **values))
+        alone = ours(dataclasses.replace(asked, image_path=first, seed=seed, prompt=prompt, **ALONE))
         kept = alone.frames[1 if position else 0 :][: 25 - position]
         assert numpy.array_equal(media.frames[position : position + len(kept)], kept)
         position += len(kept)
@@ -108,3 +110,156 @@ def test_each_segment_is_a_clip_from_the_last_frame_before(
     media = check_segments(kind, ours, picture, tmp_path)
     other = ours(request(kind, picture, prompt_switches=None))
     assert not numpy.array_equal(other.frames[17:], media.frames[17:])
+
+
+def test_one_segment_is_redone(load_kind: Callable[[str], Pipeline], picture: str, tmp_path: Path) -> None:
+    """From saved latents, its sound with it; those before it are kept."""
+    ours, asked = load_kind("ltx2"), request("ltx2", picture)
+    redone = dataclasses.replace(asked, segment_seeds=(1, 9, 3))
+    media, files = saving(ours, asked, tmp_path)
+    made: list[int] = []
+    with ours.hooks.holding("on_latents", lambda latents: made.append(len(latents))):
+        found = ours.finish(read_latents(files[-1]), redone)
+    expected = ours(redone)
+    assert len(made) == 2
+    assert numpy.array_equal(found.frames, expected.frames)
+    assert numpy.array_equal(found.frames[:9], media.frames[:9])
+    for one in (found, expected, media):
+        assert one.audio is not None
+    assert numpy.array_equal(found.audio.samples, expected.audio.samples)  # type: ignore[union-attr]
+    assert ours.latents(asked).shape == (1, 3 * ours.latents(dataclasses.replace(asked, **ALONE)).shape[1])
+
+
+def test_a_stream_has_the_prompts_of_its_segments(load_kind: Callable[[str], Pipeline], picture: str) -> None:
+    ours, asked = load_kind("ltx_video"), request("ltx_video", picture)
+    media = ours(asked)
+    with ours.stream(asked, keeps_frames=True) as stream:
+        prompts = {chunk.first_frame: chunk.prompt for chunk in stream}
+        assert numpy.array_equal(stream.media().frames, media.frames)
+    assert {prompt for at, prompt in prompts.items() if at < 17} == {PROMPTS[0]}
+    assert {prompt for at, prompt in prompts.items() if at >= 17} == {PROMPTS[2]}
+    with ours.stream(asked) as stream:
+        while stream.num_frames <= 9:
+            next(stream)
+        values = stream.recipe["request"]
+        assert stream.num_frames <= 17
+        with pytest.raises(RequestError, match="a video in segments takes its prompts before it begins: --at 5s"):
+            stream.prompt("a star")
+    assert values["prompt_switches"] is None
+    again = ours(GenerationRequest.from_dict(values))
+    assert numpy.array_equal(again.frames, media.frames[: again.num_frames])
+
+
+@table(
+    ("kind", "values", "message"),
+    [
+        (
+            "ltx2",
+            {"frame_conditions": ((8, "", 1.0),)},
+            "frame_conditions .--condition-at.: a video in segments begins",
+        ),
+        ("ltx2", {"audio_path": ""}, "audio_path: each segment makes a sound of its own"),
+        ("ltx2", {"image_path": None}, "segment_frames: each segment begins with an image, and the first one's is"),
+        (
+            "ltx_video",
+            {"prompt_switches": [("30f", "a star")]},
+            "--at: 30 is past the end: .*last segment begins at frame 17",
+        ),
+        (
+            "ltx_video",
+            {"prompt_switches": [("3f", "a"), ("5f", "b")]},
+            "--at: 3 and 5 are the same segment, which begins at",
+        ),
+        (
+            "ltx_video",
+            {"segment_frames": None, "segment_seeds": None},
+            "prompt_switches: this model makes a clip at once",
+        ),
+        (
+            "hunyuan_video",
+            {"segment_overlap": 2},
+            "segment_overlap: expected 1, since this model begins with one frame",
+        ),
+    ],
+)
+def test_what_is_refused(
+    load_kind: Callable[[str], Pipeline], picture: str, kind: str, values: dict[str, Any], message: str
+) -> None:
+    named = {
+        name: ((8, picture, 1.0),) if name == "frame_conditions" else picture if value == "" else value
+        for name, value in values.items()
+    }
+    with pytest.raises(RequestError, match=message):
+        load_kind(kind).resolve(request(kind, picture, **named))
+
+
+def test_a_file_that_grows_has_no_sound(load_kind: Callable[[str], Pipeline], picture: str) -> None:
+    with pytest.raises(RequestError, match="stream: a file that grows has no sound, and this video has one"):
+        load_kind("ltx2").stream(request("ltx2", picture))
+
+
+def test_sounds_fade_into_each_other() -> None:
+    """Over what they share, with weights that are 1 together; silence where one is too short, a cut at the end."""
+    sounds = [Audio(numpy.full((2, 10), value, dtype=numpy.float32), 10) for value in (0.2, 0.6)]
+    found = crossfaded(sounds, [0.0, 0.7], 0.3, 1.6)
+    assert found.samples.shape == (2, 16)
+    assert found.samples[0].tolist() == pytest.approx([0.2] * 7 + [0.3, 0.4, 0.5] + [0.6] * 6)
+    short = crossfaded([sounds[0], sounds[1]], [0.0, 1.2], 0.0, 2.5)
+    assert short.samples[0].tolist() == pytest.approx([0.2] * 10 + [0.0] * 2 + [0.6] * 10 + [0.0] * 3)
+
+
+def test_the_dry_run_plans_the_segments(
+    picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_tiny_ltx_video(tmp_path / "model")
+    command = [
+        "generate",
+        PROMPTS[0],
+        "--model-path",
+        str(folder),
+        "--device",
+        "cpu",
+        "--height",
+        "64",
+        "--width",
+        "96",
+    ]
+    command += [
+        "--num-frames",
+        "25",
+        "--segment-frames",
+        "9",
+        "--image-path",
+        picture,
+        "--at",
+        "11f",
+        PROMPTS[2],
+        "--dry-run",
+    ]
+    assert run(command) == 0
+    said = capsys.readouterr().err
+    assert "Segments that would be made" in said
+    assert "warning: made in" not in said
+    assert run([*command, "--json"]) == 0
+    (item,) = json.loads(capsys.readouterr().out)["items"]
+    assert [(each["frames"], each["begins with"], each["prompt"]) for each in item["segments"]] == [
+        ("0-8", "", PROMPTS[0]),
+        ("9-16", "frames 8-8", PROMPTS[0]),
+        ("17-24", "frames 16-16", PROMPTS[2]),
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(picture: str, tmp_path: Path) -> None:
+    """HunyuanVideo's language model, which the first process has alone, sees the frame before."""
+    folder = WRITERS["hunyuan_video"](tmp_path / "model")
+    command = ["generate", PROMPTS[0], "--model-path", folder, "--device", "cpu", "--height", 64, "--width", 96]
+    command += ["--num-frames", 25, "--segment-frames", 9, "--num-inference-steps", 2, "--image-path", picture]
+    command += ["--at", "11f", PROMPTS[2], "--sampler", "flow_match_euler", "-o", "clip.npy"]
+    made = {}
+    for name, several in (("one", ()), ("two", ("--num-gpus", "2", "--ulysses-degree", "2"))):
+        result = start(tmp_path / name, *command, *several).finish()
+        assert result.code == 0, result.err
+        made[name] = numpy.load(tmp_path / name / "clip.npy")
+    assert abs(made["one"].astype(int) - made["two"].astype(int)).max() <= 1
