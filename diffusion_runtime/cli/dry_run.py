@@ -121,6 +121,7 @@ def show_plan(
 
 def planned_segments(description: PipelineDescription, request: GenerationRequest) -> list[dict[str, object]]:
     """Return the segments of a resolved request's video, a row for each; none of one that is made at once."""
+    from diffusion_runtime.rules.batch_settings import prompt_at
     from diffusion_runtime.rules.request_rules import RequestRules
 
     if not isinstance(description.rules, RequestRules):
@@ -134,7 +135,7 @@ def planned_segments(description: PipelineDescription, request: GenerationReques
             "frames": f"{start}-{min(segment.start + segment.num_frames, segment.num_frames_of_video) - 1}",
             "begins with": f"frames {segment.start}-{start - 1}" if start > segment.start else "",
             "seed": settings.seed_of_segment(segment.index),
-            "prompt": settings.prompt_at(start),
+            "prompt": prompt_at(request, start),
         }
         for segment, start in zip(settings.segments, settings.segments.starts, strict=True)
     ]

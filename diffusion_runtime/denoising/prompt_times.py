@@ -38,10 +38,10 @@ def resolve_switches(
             )
         start = next((start for start in starts if start >= frame), None)
         if start is None:
-            length = f"{num_frames} frames at {fps} frames per second ({num_frames / fps:g} s)"
+            video = f"{num_frames} frames at {fps} frames per second ({num_frames / fps:g} s)"
             last = f"the last {part} begins at frame {starts[-1]}" if len(starts) > 1 else f"it is one {part}"
             raise RequestError(
-                f"{field}: {shown(at)} is past the end: the video has {length}, and {last}; "
+                f"{field}: {shown(at)} is past the end: the video has {video}, and {last}; "
                 "give more --seconds or --num-frames"
             )
         resolved.append((start, value, at))

@@ -44,7 +44,7 @@ def latent_mask(white: torch.Tensor, geometry: LatentGeometry) -> torch.Tensor:
     """Return which latents are made anew, [1, 1, latent frames, height, width]: as the first pixel of a latent's square
     says, in any of a latent frame's frames. white: [frames, height, width], bool."""
     sides = white[:, :: geometry.spatial_factor, :: geometry.spatial_factor]
-    of_latents = sides.split(geometry.frames_of_latents(len(sides)))
+    of_latents = torch.split(sides, list(geometry.frames_of_latents(len(sides))))
     return torch.stack([each.any(dim=0) for each in of_latents])[None, None]
 
 

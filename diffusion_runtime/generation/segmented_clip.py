@@ -20,6 +20,7 @@ from diffusion_runtime.generation.frame_decoding import to_pixels, without_first
 from diffusion_runtime.generation.prompt_encoding import EncodedPrompts
 from diffusion_runtime.generation.saved_latents import SavedLatents
 from diffusion_runtime.media.audio import Audio, crossfaded
+from diffusion_runtime.media.publish import published
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.text_encoders.interface import Conditions
 
@@ -166,7 +167,8 @@ class SegmentedClip:
         # As the file shows it, so that it can be gone on from the file as well.
         pixels = ((before[:, -1] + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0).cpu().numpy()
         path = self._folder / f"{segment.index}.png"
-        Image.fromarray(pixels).save(path)
+        with published(path) as file:
+            Image.fromarray(pixels).save(file, "PNG")
         return str(path)
 
 

@@ -94,16 +94,11 @@ class BatchSettings:
             self.shared,
             num_frames=self.segments.length,
             seed=self.seed_of_segment(index),
-            prompt=self.prompt_at(self.segments.starts[index]),
+            prompt=prompt_at(self.shared, self.segments.starts[index]),
             prompt_switches=None,
             image_path=self.shared.image_path if image_path is None else image_path,
         )
         return dataclasses.replace(self, shared=shared)
-
-    def prompt_at(self, frame: int) -> str:
-        """Return the prompt that holds at a frame of a video in segments."""
-        later = [prompt for at, prompt in self.shared.prompt_switches or () if int(at) <= frame]
-        return later[-1] if later else self.shared.prompt
 
     def seed_of_segment(self, index: int) -> int:
         """Return the seed of a segment's noise."""
@@ -193,6 +188,12 @@ class BatchSettings:
         if shorter is not None:
             ways.insert(0, f"segment_frames {shorter} (now {self.segments.length})")
         return f"These need less: {', '.join(ways)}"
+
+
+def prompt_at(request: GenerationRequest, frame: int) -> str:
+    """Return the prompt of a resolved request that holds at a frame of its video."""
+    later = [prompt for at, prompt in request.prompt_switches or () if int(at) <= frame]
+    return later[-1] if later else request.prompt
 
 
 def expert_by_timestep(request: GenerationRequest, own: Callable[[float], int]) -> Callable[[float], int]:

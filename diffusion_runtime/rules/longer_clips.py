@@ -13,7 +13,7 @@ from diffusion_runtime.denoising.prompt_times import resolve_switches
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.layers.riflex import SHARE, lowered_index
 from diffusion_runtime.request.prompt_switches import seconds_of
-from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.batch_settings import BatchSettings, prompt_at
 
 
 def window_values(settings: BatchSettings) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def segment_prompts(settings: BatchSettings) -> tuple[str | None, ...]:
     with the image that the segment begins with."""
     if settings.shared.prompt_switches is None or settings.sampling.text_sees_images:
         return ()
-    found = map(settings.prompt_at, settings.segments.starts)
+    found = (prompt_at(settings.shared, start) for start in settings.segments.starts)
     return tuple(None if prompt == settings.shared.prompt else prompt for prompt in found)
 
 

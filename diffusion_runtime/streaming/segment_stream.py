@@ -21,6 +21,7 @@ from diffusion_runtime.generation.segmented_clip import SegmentedClip
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.report.attention_report import AttentionReport
+from diffusion_runtime.rules.batch_settings import prompt_at
 from diffusion_runtime.streaming.generation_stream import GenerationStream
 from diffusion_runtime.streaming.stream_rate import StreamedFrames, StreamRate
 
@@ -107,7 +108,7 @@ class SegmentStream(Iterator[StreamedFrames]):
         self.rate.add(len(frames), seconds, is_first=first == 0)
         if self._kept is not None:
             self._kept.append(frames)
-        return StreamedFrames(frames, first, self._run.settings.prompt_at(first), seconds)
+        return StreamedFrames(frames, first, prompt_at(self.request, first), seconds)
 
     def prompt(self, text: str) -> None:
         """Raises RequestError: the prompts of segments are those of the request."""
