@@ -177,7 +177,8 @@ class Pipeline:
                     # Each segment is decoded for the one behind it.
                     for _ in clip.stream().chunks:
                         pass
-                    return torch.cat(clip.latents, dim=2)
+                    # Along the frames; latents that hold sound are flat.
+                    return torch.cat(clip.latents, dim=min(2, clip.latents[0].ndim - 1))
                 denoised, _ = run.denoise(clock, read)
                 run.participants.after_denoising(run.recorder)
         return denoised.latents
@@ -401,11 +402,13 @@ class Pipeline:
                 participants.before_decoding()
             else:
                 clip = SegmentedClip(run, prompts, self.decoder.for_request(batch[0]), clock, recipes[0])
-                audio = source_sound(settings, recorder)
+                audio, makes_sound = source_sound(settings, recorder), self.rules.makes_sound
                 # A file of a clip with sound begins with the sound, which is written with all of it.
-                sink = None if open_sink is None or audio is not None else functools.partial(open_sink, 0)
+                has_sink = open_sink is not None and audio is None and not makes_sound
+                sink = functools.partial(open_sink, 0) if open_sink is not None and has_sink else None
                 stream = interpolated(clip.stream(), settings, self.parts.interpolator)
-                clips[0] = decode_frames(stream, written_rate(settings), recipes[0], sink), audio
+                frames = decode_frames(stream, written_rate(settings), recipes[0], sink)
+                clips[0] = frames, clip.sound() if makes_sound else audio
                 moved = clip.timings
             # One after the other: the decoder's activations are what needs the most memory.
             for index, request in enumerate(() if denoised is None else run.batch):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diffusion_runtime.config import LoraConfig, RuntimeConfig
     from diffusion_runtime.explanation.expected_time import ExpectedTime
     from diffusion_runtime.loading.description import PipelineDescription
+    from diffusion_runtime.request.generation_request import GenerationRequest
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
@@ -81,6 +82,10 @@ def show_plan(
         terminal.say(description.planned_on.note)
     for note in dict.fromkeys(note for request in makeable if (note := description.rules.sampling_note(request))):
         terminal.say(note)
+    if segments := planned_segments(description, makeable[0]):
+        rows_of_segments = [tuple(each.values()) for each in segments]
+        title = "Segments that would be made" if len(makeable) == 1 else "Segments of the first file"
+        terminal.show(plain_table(tuple(segments[0]), rows_of_segments[:_MAX_ROWS], title))
     for remark in dict.fromkeys(remark for request in makeable for remark in description.rules.unused(request)):
         terminal.warn(remark)
     if description.memory is not None:
@@ -112,6 +117,28 @@ def show_plan(
     for failure in failures:
         terminal.error(failure.message, failure.trace)
     return exit_code
+
+
+def planned_segments(description: PipelineDescription, request: GenerationRequest) -> list[dict[str, object]]:
+    """Return the segments of a resolved request's video, a row for each; none of one that is made at once."""
+    from diffusion_runtime.rules.batch_settings import prompt_at
+    from diffusion_runtime.rules.request_rules import RequestRules
+
+    if not isinstance(description.rules, RequestRules):
+        return []
+    settings = description.rules.settings(request)
+    if len(settings.segments) == 1:
+        return []
+    return [
+        {
+            "segment": segment.index,
+            "frames": f"{start}-{min(segment.start + segment.num_frames, segment.num_frames_of_video) - 1}",
+            "begins with": f"frames {segment.start}-{start - 1}" if start > segment.start else "",
+            "seed": settings.seed_of_segment(segment.index),
+            "prompt": prompt_at(request, start),
+        }
+        for segment, start in zip(settings.segments, settings.segments.starts, strict=True)
+    ]
 
 
 def device_row(description: PipelineDescription) -> str:
@@ -198,6 +225,7 @@ def _to_json_object(
                     **known,
                     "request": item.request.recorded(),
                     "remarks": list(description.rules.unused(item.request)),
+                    "segments": planned_segments(description, item.request),
                 }
             )
         else:

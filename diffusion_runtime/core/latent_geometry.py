@@ -70,6 +70,10 @@ class LatentGeometry:
         step = self.temporal_factor * self.patch[0]
         return step, (1 - self.temporal_factor) % step
 
+    def frames_of_latents(self, num_frames: int) -> tuple[int, ...]:
+        """Return the frames that each latent frame of a clip stands for."""
+        return 1, *[self.temporal_factor] * ((num_frames - 1) // self.temporal_factor)
+
     def sample_shape(self, size: ClipSize) -> tuple[int, ...]:
         """Return the shape of one sample as samplers and transformers see it: `latent_shape`, for a model that makes
         pictures alone.

@@ -31,13 +31,26 @@ class FrameStream:
 
 
 @dataclass(frozen=True)
+class SampleEncoder:
+    """Samples of sound to latents. sample_rate: samples a second. num_samples: moments of the latents -> the samples
+    that they stand for. encode: [2, number] in [-1, 1], float32, to the most likely latents, normalised, float32, [1,
+    channels, moments, bins]."""
+
+    sample_rate: int
+    num_samples: Callable[[int], int]
+    encode: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class LatentEncoder:
     """Frames to latents, by the encoder of the autoencoder that decodes them. encode: [1, 3, frames, height, width] in
     [-1, 1], float32, to the most likely latents, normalised as the transformer works on them, float32, [1, channels,
-    latent frames, height, width]. libraries: those that compute it, for the report, known once it has encoded."""
+    latent frames, height, width]. libraries: those that compute it, for the report, known once it has encoded. sound:
+    of models whose latents hold sound as well."""
 
     encode: Callable[[torch.Tensor], torch.Tensor]
     libraries: Callable[[], tuple[LibraryAttention, ...]]
+    sound: SampleEncoder | None = None
 
 
 class LatentDecoder(ABC):

@@ -20,6 +20,7 @@ import torch
 from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.chunks import Chunk, commits_of
+from diffusion_runtime.denoising.initial_latents import InitialLatents
 from diffusion_runtime.denoising.interface import OnStep, Sampler
 from diffusion_runtime.denoising.noise import ChunkNoise
 
@@ -110,7 +111,8 @@ class HistoryCommit(Commit):
 @dataclass(frozen=True)
 class ChunkedVideo:
     """Input of chunk samplers. chunks: of the video, in order, possibly without end. device: of the latents. on_step:
-    called after every denoising pass with the latents at its end."""
+    called after every denoising pass with the latents at its end. initial: those of the whole video, which each chunk
+    starts from; None for noise alone."""
 
     chunks: Iterable[Chunk]
     forward: ForwardFrames
@@ -118,6 +120,7 @@ class ChunkedVideo:
     commit: Commit
     device: torch.device
     on_step: OnStep | None = None
+    initial: InitialLatents | None = None
 
 
 class ChunkSampler(ABC):
@@ -201,4 +204,9 @@ class PerChunkSampler(ChunkSampler):
 
         start = self._video.noise.draw(chunk.index, len(chunk.frames), 0).to(self._video.device)
         sampler = self._first if chunk.index == 0 else self._sampler
-        return CleanChunk(chunk, sampler.sample(start, predict, on_step, draw_noise))
+        if self._video.initial is None:
+            return CleanChunk(chunk, sampler.sample(start, predict, on_step, draw_noise))
+        initial, level = self._video.initial.of_frames(chunk.frames), sampler.steps(start.device)[0].sigma
+        assert level is not None
+        made = sampler.sample(initial.noised(start, level), initial.kept(predict), on_step, draw_noise)
+        return CleanChunk(chunk, initial.settled(made))

@@ -12,6 +12,7 @@ from diffusion_runtime.attention.cache.passes import CachePasses, SlidingPasses
 from diffusion_runtime.attention.cache.slots import FrameSlots
 from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.request.strength import steps_left_out
 
 _C = TypeVar("_C")
 
@@ -127,9 +128,10 @@ def is_rolling(request: GenerationRequest) -> bool:
 
 
 def steps_of_chunk(request: GenerationRequest, index: int) -> int:
-    """Denoising steps of the chunk number `index` of a video."""
+    """Denoising steps of the chunk number `index` of a video that run."""
     first = request.first_chunk_steps if index == 0 else None
-    return (request.num_inference_steps or 1) if first is None else first
+    num_steps = (request.num_inference_steps or 1) if first is None else first
+    return num_steps - steps_left_out(request, num_steps)
 
 
 def commits_of(recent: Sequence[_C], history: CompressedHistory | None) -> list[tuple[_C, str]]:

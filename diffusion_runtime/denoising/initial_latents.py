@@ -4,6 +4,8 @@ arXiv:2206.02779)."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,17 +16,31 @@ from diffusion_runtime.denoising.interface import Predict
 
 @dataclass(frozen=True)
 class InitialLatents:
-    """Clean latents of a picture or a video, [1, channels, frames, height, width], normalised. mask: True where they
-    are made anew, [1, 1, frames, height, width]; None for all of them. from_noise: whether the first step is given
-    noise alone, whatever its level."""
+    """Clean latents of a picture or a video, [1, channels, frames, height, width], normalised, or with their sound [1,
+    *geometry.sample_shape]. mask: True where they are made anew, of a shape that expands to theirs; None for all of
+    them. from_noise: whether the first step is given noise alone, whatever its level."""
 
     clean: torch.Tensor
     mask: torch.Tensor | None = None
     from_noise: bool = False
 
+    def of_frames(self, frames: range) -> InitialLatents:
+        """Return the latents of some frames, of a video without sound."""
+        part = slice(frames.start, frames.stop)
+        mask = None if self.mask is None else self.mask[:, :, part]
+        return dataclasses.replace(self, clean=self.clean[:, :, part], mask=mask)
+
+    def as_noised(self, prepare: Callable[[torch.Tensor], torch.Tensor]) -> InitialLatents:
+        """Return the latents as steps start from them. prepare: may add what is denoised behind the clip, which is made
+        anew."""
+        clean, mask = prepare(self.clean), self.mask
+        num_behind = clean.shape[1] - self.clean.shape[1]
+        if mask is not None and num_behind:
+            mask = torch.cat([mask, mask.new_ones(1, num_behind)], dim=1)
+        return dataclasses.replace(self, clean=clean, mask=mask)
+
     def noised(self, noise: torch.Tensor, level: float) -> torch.Tensor:
-        """Return the latents of the first step, which is at this noise level. noise: [batch, channels, frames, height,
-        width], standard normal."""
+        """Return the latents of the first step, which is at this noise level. noise: standard normal, of a batch."""
         return noise if self.from_noise else level * noise + (1 - level) * self.clean.to(noise)
 
     def kept(self, predict: Predict) -> Predict:

@@ -21,7 +21,9 @@ from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.denoising.flow_schedule import LinearSigmas, shifted
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.samplers import SAMPLERS
+from diffusion_runtime.request.strength import reads_initial
 
 _TRAINED_TIMESTEPS = 1000.0
 _EULER = "flow_match_euler"
@@ -75,13 +77,15 @@ def with_carried_sound(predict: Predict, geometry: LatentGeometry, size: ClipSiz
     return of_carried
 
 
-def carries_sound(sampler: str | None) -> bool:
-    """Return whether a sampler's latents hold the sound as it is carried."""
-    return sampler not in (None, _EULER)
+def carries_sound(request: GenerationRequest) -> bool:
+    """Return whether a request's latents hold the sound as it is carried: of samplers but Euler's, and of a clip that
+    starts from another one, so that a mixture of noise and data is at one level."""
+    return request.sampler not in (None, _EULER) or reads_initial(request)
 
 
-def with_own_sound(latents: torch.Tensor, geometry: LatentGeometry, size: ClipSize, shift: float) -> torch.Tensor:
-    """Return clean latents of a sampler whose sound was carried, with the sound as it is."""
+def with_scaled_sound(latents: torch.Tensor, geometry: LatentGeometry, size: ClipSize, factor: float) -> torch.Tensor:
+    """Return clean latents with their sound times a factor. A sound that was carried, times `shift`, is as decoders
+    take it."""
     parts = geometry.parts(latents, size)
     assert parts.audio is not None
-    return geometry.join(parts.video, parts.audio * shift)
+    return geometry.join(parts.video, parts.audio * factor)

@@ -1,9 +1,9 @@
-"""When prompts and seeds change: a switch applies from the first chunk that begins at its frame or later."""
+"""When prompts and seeds change: from the first chunk, or segment, that begins at a switch's frame or later."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan
@@ -15,34 +15,33 @@ T = TypeVar("T", str, int)
 
 def resolve_switches(
     switches: Iterable[tuple[int | str, T]],
-    chunks: ChunkPlan,
+    starts: Sequence[int],
+    length: tuple[int, int],
     *,
-    fps: int,
-    num_frames: int,
-    temporal_factor: int,
-    name: str,
+    field: str,
     what: str,
+    part: str,
 ) -> tuple[tuple[int, T], ...]:
-    """Return the switches in their order, each at the first frame of the chunk that it applies to.
+    """Return the switches in their order, each at the first frame of the part that it applies to.
 
-    chunks: of the video; fps: frames per second; num_frames: of the video in pixels; temporal_factor: frames of every
-    latent frame but the first. name: of the field; what: changes. Raises RequestError for one behind the
-    last chunk's first frame or on the video's, and for two that apply to the same chunk.
+    starts: the first frame of each part of the video, in pixels; length: of the video, in frames per second and frames.
+    field: for messages; what: changes; part: what the video is made of. Raises RequestError for one behind the last
+    part's first frame or on the video's, and for two that apply to the same part.
     """
-    starts = [first_frame(chunk, temporal_factor) for chunk in chunks]
+    fps, num_frames = length
     resolved: list[tuple[int, T, int | str]] = []
     for at, value in switches:
-        frame = round(seconds_of(at, name) * fps) if isinstance(at, str) else at
+        frame = round(seconds_of(at, field) * fps) if isinstance(at, str) else at
         if frame < 1:
             raise RequestError(
-                f"{name}: {shown(at)} is the video's first frame, which is of the {what}; give a later time"
+                f"{field}: {shown(at)} is the video's first frame, which is of the {what}; give a later time"
             )
         start = next((start for start in starts if start >= frame), None)
         if start is None:
-            length = f"{num_frames} frames at {fps} frames per second ({num_frames / fps:g} s)"
-            last = f"the last chunk begins at frame {starts[-1]}" if len(starts) > 1 else "it is one chunk"
+            video = f"{num_frames} frames at {fps} frames per second ({num_frames / fps:g} s)"
+            last = f"the last {part} begins at frame {starts[-1]}" if len(starts) > 1 else f"it is one {part}"
             raise RequestError(
-                f"{name}: {shown(at)} is past the end: the video has {length}, and {last}; "
+                f"{field}: {shown(at)} is past the end: the video has {video}, and {last}; "
                 "give more --seconds or --num-frames"
             )
         resolved.append((start, value, at))
@@ -50,8 +49,8 @@ def resolve_switches(
     for one, other in itertools.pairwise(resolved):
         if one[0] == other[0]:
             raise RequestError(
-                f"{name}: {shown(one[2])} and {shown(other[2])} are the same chunk, which begins at frame {one[0]}; "
-                "leave one out, or move it by a chunk"
+                f"{field}: {shown(one[2])} and {shown(other[2])} are the same {part}, which begins at frame {one[0]}; "
+                f"leave one out, or move it by a {part}"
             )
     return tuple((start, value) for start, value, _ in resolved)
 

@@ -48,6 +48,11 @@ class SegmentPlan:
         return self.kind == "blended" or len(self) > 1
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """The first frame of each segment that the one before has not."""
+        return tuple(segment.start + segment.num_shared for segment in self)
+
+    @property
     def is_blended(self) -> bool:
         """True for segments of the blended kind."""
         return self.kind == "blended"
@@ -73,21 +78,25 @@ class SegmentPlan:
             stop = start + self.length
 
     @property
-    def remarks(self) -> tuple[str, ...]:
-        """Sentences on how a longer video is made; none of one that is made at once."""
+    def note(self) -> str | None:
+        """The sentence on how a longer video is made; None of one that is made at once."""
         if len(self) == 1:
-            return ()
+            return None
         shared = "blended over" if self.is_blended else "each from the last"
         frames = f"frame{'s' * (self.overlap != 1)}"
         behind = f"{frames} or more" if self.is_blended else "of the one before"
-        text = f"made in {len(self)} segments of {self.length} frames, {shared} {self.overlap} {behind}"
-        if 2 * self.overlap > self.length:
-            new = self.length - self.overlap
-            text += (
-                f": each adds {new} frame{'s' * (new != 1)}, so that every frame is made about {self.length / new:.1f} "
-                "times; a smaller segment_overlap (--segment-overlap) takes less time"
-            )
-        return (text,)
+        return f"made in {len(self)} segments of {self.length} frames, {shared} {self.overlap} {behind}"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Sentences on segments that share most of their frames."""
+        new = self.length - self.overlap
+        if len(self) == 1 or self.overlap <= new:
+            return ()
+        return (
+            f"segment_overlap: each segment adds {new} frame{'s' * (new != 1)}, so that every frame is made about "
+            f"{self.length / new:.1f} times; a smaller one (--segment-overlap) takes less time",
+        )
 
     def check(self, frame_rule: tuple[int, int], num_seeds: int = 0) -> None:
         """Check length and overlap, and how many segments have a seed. frame_rule: of LatentGeometry. Raises

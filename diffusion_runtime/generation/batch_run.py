@@ -32,8 +32,9 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import BatchSettings
-from diffusion_runtime.rules.longer_clips import window_prompts
+from diffusion_runtime.rules.longer_clips import segment_prompts, window_prompts
 from diffusion_runtime.rules.request_rules import RequestRules
+from diffusion_runtime.text_encoders.interface import Conditions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,14 +112,14 @@ class BatchRun:
     def read_prompts(self, clock: StageClock) -> EncodedPrompts:
         """Encode the prompts of the batch, as a stage."""
         with clock.stage("text", 1) as done:
-            prompts = self._with_windows(self.encode())
+            prompts = self._with_parts(self.encode())
             done(1)
         self.participants.after_text()
         return prompts
 
-    def _with_windows(self, prompts: EncodedPrompts) -> EncodedPrompts:
-        """Return the prompts with those of context windows that have their own."""
-        wanted = window_prompts(self.settings)
+    def _with_parts(self, prompts: EncodedPrompts) -> EncodedPrompts:
+        """Return the prompts with those of context windows, or of segments, that have their own."""
+        wanted = window_prompts(self.settings) or segment_prompts(self.settings)
         encoded: dict[str | None, EncodedPrompts] = {None: prompts}
         encoded |= {prompt: self.encode(prompt) for prompt in dict.fromkeys(wanted) if prompt is not None}
         if len(encoded) == 1:
@@ -162,7 +163,7 @@ class BatchRun:
             if not self.settings.sampling.is_causal:
                 begin = None if self.begin is None else self.begin.state
                 denoised = denoiser.denoise(
-                    prompts.conditions, seeds, on_step, begin=begin, of_windows=prompts.of_windows
+                    prompts.conditions, seeds, on_step, begin=begin, of_windows=prompts.of_parts
                 )
             elif self.begin is not None:
                 latents = self.begin.clean[0]
@@ -188,18 +189,26 @@ class BatchRun:
                 saved = SavedLatents.of_state(denoised.state.of_sample(index), self.settings, recipe)
             self.hooks.keep(index, saved)
 
+    def of_segment(self, segment: Segment, image_path: str | None = None) -> BatchRun:
+        """Return the run of one segment of the one request's video. image_path: of the image that it begins with, None
+        for the request's."""
+        settings = self.settings.of_segment(segment.index, image_path)
+        return dataclasses.replace(self, batch=[settings.shared], settings=settings)
+
     def denoise_segment(
         self,
-        prompts: EncodedPrompts,
+        conditions: Mapping[str, Conditions],
         segment: Segment,
+        count: int,
         conditioner: Callable[[ImageConditioner], ImageConditioner],
         clock: StageClock,
         began: float,
     ) -> torch.Tensor:
-        """Denoise one segment of a request's video. Return clean latents, float32 [1, *sample_shape]. conditioner:
-        returns the segment's, of the model's. began: when the first segment did, as of StageClock.stage."""
-        settings = self.settings.of_segment(segment.index)
-        num_steps, count = settings.num_steps, len(self.settings.segments)
+        """Denoise a segment, whose run this is. Return clean latents, float32 [1, *sample_shape]. conditions: of its
+        prompts, by guidance branch. count: of the segments. conditioner: returns the segment's, of the model's. began:
+        when the first segment did, as of StageClock.stage."""
+        settings = self.settings
+        num_steps = settings.num_steps
         # Encodings are kept by the request without its seed; a segment may see the one before, or noise of the seed.
         denoiser = dataclasses.replace(
             self.denoiser(),
@@ -214,7 +223,7 @@ class BatchRun:
                 done(num_steps * segment.index + step.index + 1)
 
             seeds = [settings.shared.seed]
-            latents = denoiser.denoise(prompts.conditions, seeds, on_step, segment.num_drawn).latents
+            latents = denoiser.denoise(conditions, seeds, on_step, segment.num_drawn).latents
             if self.hooks.on_latents is not None:
                 self.hooks.on_latents(latents)
         return latents

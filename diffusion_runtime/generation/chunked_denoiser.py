@@ -89,7 +89,8 @@ class ChunkedDenoiser:
         commit = Commit(forward, noise, settings.shared.commit_noise or 0.0, settings.chunking.num_steps_of_chunk)
         if (history := settings.sampling.history) is not None:
             commit = HistoryCommit(commit, forward.compress, history)
-        video = ChunkedVideo(chunks, forward, noise, commit, denoiser.device, on_step)
+        initial = denoiser.initial_latents()
+        video = ChunkedVideo(chunks, forward, noise, commit, denoiser.device, on_step, initial)
         if not is_rolling(settings.shared):
             return ChunkStream(
                 denoiser, video, forward, PerChunkSampler(sampler, video, settings.build_sampler(chunk=0))

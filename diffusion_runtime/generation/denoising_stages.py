@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -21,22 +21,20 @@ from diffusion_runtime.denoising.registry import build_sampler
 from diffusion_runtime.request.generation_request import SECOND_STAGE_SAMPLERS
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
-# DiffusionTransformer.begin_again, of latents alone.
-BeginAgain = Callable[[torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class DenoisingStage(ABC):
     """Consecutive steps at one size. settings: of its steps, in which images may count otherwise than in another
     stage's. note: for the report, said when the stage begins. first: how many steps come before those that its sampler
     numbers. refines: whether it begins with clean latents, and runs without step caches and the instruments around
-    predictions."""
+    predictions. begin_again: DiffusionTransformer's, with this stage's conditions."""
 
     size: ClipSize
     settings: BatchSettings
     note: str | None = dataclasses.field(default=None, kw_only=True)
     first: int = dataclasses.field(default=0, kw_only=True)
     refines: bool = dataclasses.field(default=False, kw_only=True)
+    begin_again: Callable[[torch.Tensor], torch.Tensor] = dataclasses.field(default=lambda clean: clean, kw_only=True)
 
     @abstractmethod
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
@@ -56,14 +54,17 @@ class DenoisingStage(ABC):
         seeds = seeds if seed is None else [seed] * len(seeds)
         return SampleNoise(self.settings.sizes.sample_shape(self.size), seeds, as_comfyui=as_comfyui)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
-        """Return the latents that the first step is given. latents: initial ones, or those of the stage before.
-        begin_again: see DiffusionTransformer, with this stage's conditions."""
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+        """Return the latents that the first step is given. latents: initial ones, or those of the stage before."""
         return latents
 
     @abstractmethod
     def start(self, latents: torch.Tensor) -> SamplerState:
         """Return the place before the first step. latents: of `begin`."""
+
+    def first_place(self, latents: torch.Tensor, noise: SampleNoise) -> SamplerState:
+        """Return the place before the first step. latents: of the stage before, or initial ones."""
+        return self.start(self.begin(latents, noise))
 
     def run(
         self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int | None = None
@@ -91,12 +92,12 @@ class PlainStage(DenoisingStage):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
-        if self.initial is None:
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:  # noqa: ARG002
+        if self._started is None:
             return latents
         level = self.steps(latents.device)[0].sigma
         assert level is not None
-        return self.initial.noised(latents, level)
+        return self._started.noised(latents, level)
 
     def start(self, latents: torch.Tensor) -> SamplerState:
         return self.sampler.start(latents)
@@ -104,12 +105,16 @@ class PlainStage(DenoisingStage):
     def _run(
         self, state: SamplerState, predict: Predict, on_step: OnStep, noise: SampleNoise, end: int
     ) -> SamplerState:
-        if self.initial is None:
+        if self._started is None:
             return self.sampler.run(state, predict, on_step, noise.draw, end)
-        place = self.sampler.run(state, self.initial.kept(predict), on_step, noise.draw, end)
+        place = self.sampler.run(state, self._started.kept(predict), on_step, noise.draw, end)
         if not self.is_over(place):
             return place
-        return dataclasses.replace(place, latents=self.initial.settled(place.latents))
+        return dataclasses.replace(place, latents=self._started.settled(place.latents))
+
+    @cached_property
+    def _started(self) -> InitialLatents | None:
+        return None if self.initial is None else self.initial.as_noised(self.begin_again)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class GrowingStage(DenoisingStage):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:  # noqa: ARG002
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
         return self.sampler.grown(latents, noise.draw_of)
 
     def start(self, latents: torch.Tensor) -> SamplerState:
@@ -149,7 +154,7 @@ class RefiningStage(DenoisingStage):
     def steps(self, device: torch.device) -> tuple[StepInfo, ...]:
         return self.sampler.steps(device)
 
-    def begin(self, latents: torch.Tensor, noise: SampleNoise, begin_again: BeginAgain) -> torch.Tensor:
+    def begin(self, latents: torch.Tensor, noise: SampleNoise) -> torch.Tensor:
         settings, geometry, level = self.settings, self.settings.sampling.geometry, self.settings.second_levels[0]
         assert self.upsampler is not None, "there is one wherever a second stage runs"
         first, shared = settings.sizes.first, settings.shared
@@ -168,7 +173,7 @@ class RefiningStage(DenoisingStage):
             )
             larger = upsampled(torch.cat(frames.unbind(1), dim=2)).to(latents.device)
             clean = torch.cat([clean, larger.transpose(1, 2).flatten(1)], dim=1)
-        clean = begin_again(clean)
+        clean = self.begin_again(clean)
         return level * noise.draw_of(self._shape).to(latents.device) + (1 - level) * clean
 
     def start(self, latents: torch.Tensor) -> SamplerState:

@@ -31,7 +31,7 @@ from diffusion_runtime.denoising.zero_star import with_zero_init
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation.denoising_stages import DenoisingStage, stages_of
 from diffusion_runtime.generation.hooks import Hooks
-from diffusion_runtime.generation.initial_picture import initial_latents, reads_initial
+from diffusion_runtime.generation.initial_picture import initial_latents
 from diffusion_runtime.generation.prompt_encoding import KEPT, inputs_key
 from diffusion_runtime.generation.saved_latents import DenoisingState
 from diffusion_runtime.layers.modulation_rows import plan_steps
@@ -42,6 +42,7 @@ from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomials
+from diffusion_runtime.request.strength import reads_initial
 from diffusion_runtime.rules.batch_settings import BatchSettings, expert_by_timestep
 from diffusion_runtime.text_encoders.interface import Conditions
 
@@ -119,7 +120,7 @@ class LatentDenoiser:
 
         Raises DiffusionRuntimeError when the latents are not finite.
         """
-        settings, stages = self.settings, stages_of(self.settings, self.upsampler, self._initial_latents())
+        settings, stages = self.settings, stages_of(self.settings, self.upsampler, self.initial_latents())
         if settings.guidance.note is not None:
             self.recorder.note(settings.guidance.note)
         noise = stages[0].noise(seeds)
@@ -151,7 +152,7 @@ class LatentDenoiser:
             if following[0].stage.refines:
                 latents = self.transformer.settle(latents, run.inputs["cond"])
                 noise = following[0].stage.noise(seeds, noise)
-            number, place = number + 1, self._first_place_of(following[0], latents, noise)
+            number, place = number + 1, following[0].stage.first_place(latents, noise)
         if isinstance(forward, GraphedForward):
             forward.report()
         if run.stage.is_over(place):
@@ -171,14 +172,9 @@ class LatentDenoiser:
     def _first_place(self, run: _StageRun, noise: SampleNoise) -> SamplerState:
         """Return the place before the first step. run: of the first stage."""
         latents = self.transformer.start(self._initial(noise).to(self.device), run.inputs["cond"])
-        return self._first_place_of(run, latents, noise)
+        return run.stage.first_place(latents, noise)
 
-    def _first_place_of(self, run: _StageRun, latents: torch.Tensor, noise: SampleNoise) -> SamplerState:
-        """Return the place before a stage's first step. latents: initial ones, or those of the stage before."""
-        begin_again = functools.partial(self.transformer.begin_again, inputs=run.inputs["cond"])
-        return run.stage.start(run.stage.begin(latents, noise, begin_again))
-
-    def _initial_latents(self) -> InitialLatents | None:
+    def initial_latents(self) -> InitialLatents | None:
         """Return what the requests start from; None for noise alone."""
         shared, geometry = self.settings.shared, self.settings.sampling.geometry
         if not reads_initial(shared):
@@ -216,6 +212,8 @@ class LatentDenoiser:
         step cache is of one stage: nothing of another size can be reused."""
         settings, shared = self.settings, stage.settings.shared
         inputs = self.inputs_of(prompts[0].text, stage.size, shared)
+        begin_again = functools.partial(self.transformer.begin_again, inputs=inputs["cond"])
+        stage = dataclasses.replace(stage, begin_again=begin_again)
         cache = StepCache()
         if not stage.refines:
             cache = StepCache.of(settings.shared, self.mesh, self.recorder, self.model, self.published)

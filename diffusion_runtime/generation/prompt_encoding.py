@@ -25,12 +25,12 @@ _NOT_OF_INPUTS = ("prompt", "negative_prompt", "seed")
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """conditions: by guidance branch. notes: for each request, remarks about its prompts. of_windows: conditions of
-    each context window, where windows have prompts of their own."""
+    """conditions: by guidance branch. notes: for each request, remarks about its prompts. of_parts: conditions of each
+    context window, or segment, where these have prompts of their own."""
 
     conditions: Mapping[str, Conditions]
     notes: tuple[tuple[str, ...], ...]
-    of_windows: tuple[Mapping[str, Conditions], ...] = ()
+    of_parts: tuple[Mapping[str, Conditions], ...] = ()
 
 
 def inputs_key(request: GenerationRequest) -> str:

@@ -9,6 +9,7 @@ import functools
 import os
 import subprocess
 import wave
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,22 @@ class Audio:
         """int16 [num_samples, channels]: interleaved, as players and encoders read it. Values beyond 1 are clipped."""
         scaled = (self.samples.clip(-1.0, 1.0) * _FULL_SCALE).round().astype(numpy.int16)
         return numpy.ascontiguousarray(scaled.T)
+
+
+def crossfaded(sounds: Sequence[Audio], starts: Sequence[float], overlap: float, seconds: float) -> Audio:
+    """Return sounds of one rate as one of a length, each from its start on, in seconds; over the overlap at its start
+    the one before fades out."""
+    rate, (num_channels, _) = sounds[0].sample_rate, sounds[0].samples.shape
+    whole = numpy.zeros((num_channels, round(seconds * rate)), dtype=numpy.float32)
+    num_shared = round(overlap * rate)
+    for index, (sound, start) in enumerate(zip(sounds, starts, strict=True)):
+        place = whole[:, round(start * rate) :][:, : sound.samples.shape[1]]
+        weights = numpy.ones(place.shape[1], dtype=numpy.float32)
+        if index:
+            rising = numpy.linspace(0, 1, num_shared + 2, dtype=numpy.float32)[1:-1]
+            weights[:num_shared] = rising[: len(weights)]
+        place[:] = place * (1 - weights) + sound.samples[:, : place.shape[1]] * weights
+    return Audio(whole, rate)
 
 
 def write_wav(audio: Audio, path: Path) -> None:

@@ -112,8 +112,7 @@ class Model(Generic[C, G]):
             ),
             **dict.fromkeys(("context_frames", "context_overlap", "context_noise"), sampling.takes_windows),
             **dict.fromkeys(("riflex", "riflex_index"), sampling.takes_riflex),
-            # Of the chunks of a video, and of the windows of a clip.
-            "prompt_switches": sampling.is_causal or sampling.takes_windows,
+            "prompt_switches": sampling.switches_prompts,
         }
         own = (*self.family.requests.fields, *self.request_fields, *self.inputs.images)
         return frozenset((*own, *(name for name, holds in facts.items() if holds)))

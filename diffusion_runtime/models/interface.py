@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy
 import torch
@@ -201,8 +199,8 @@ class DiffusionTransformer(nn.Module, ABC):
         return noise
 
     def begin_again(self, clean: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
-        """Return clean latents of the clip as they are noised for another stage; models whose images are denoised with
-        the clip put them in here. inputs: of that stage, whose sizes the latents have."""
+        """Return clean latents of the clip as they are noised, for another stage or to start from; models whose images
+        are denoised with the clip put them in here. inputs: of that stage, whose sizes the latents have."""
         return clean
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
@@ -229,9 +227,9 @@ class ImageConditioner(ABC):
 
     def of_segment(self, segment: Segment, before: torch.Tensor | None) -> ImageConditioner:
         """Return the conditioner of one segment of a video, in a model that makes longer ones in segments; called on
-        that of the segment before. before: the
-        frames that it begins with, [3, frames, height, width] in [-1, 1]; None for the first segment, and for those of
-        the blended kind."""
+        that of the segment before. before: the frames that it begins with, [3, frames, height, width] in [-1, 1]; None
+        for the first segment, and for those of the blended kind. A model that begins a clip with an image is given the
+        last of them as the image of the segment's request."""
         return self
 
     @abstractmethod
@@ -241,29 +239,13 @@ class ImageConditioner(ABC):
 
 
 class FrameConditioner(ImageConditioner):
-    """Conditioner of image-to-video models: images that are frames of the clip. Of a longer video, each segment begins
-    with the last frame of the one before in place of the request's image."""
-
-    # Of the segment before, [height, width, 3], uint8.
-    _last_frame: torch.Tensor | None = None
-
-    def of_segment(self, segment: Segment, before: torch.Tensor | None) -> Self:
-        other = copy.copy(self)
-        # As the file shows it, so that it can be gone on from the file as well.
-        other._last_frame = (
-            None
-            if before is None
-            else ((before[:, -1] + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0).cpu()
-        )
-        return other
+    """Conditioner of image-to-video models: images that are frames of the clip."""
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
         paths = [path for name in ("image_path", "last_image_path") for path in image_paths(request, name)]
         opened = (numpy.array(open_picture(path), dtype=numpy.uint8) for path in paths)
         pictures: Iterator[torch.Tensor] = map(torch.from_numpy, opened)
         pixels = [torch.from_numpy(read_image(path, size.height, size.width)) for path in paths]
-        if self._last_frame is not None:
-            pixels, pictures = [self._last_frame], iter([self._last_frame])
         condition = self.encode(pixels[0], size, *pixels[1:])
         embeddings = self.embed(pictures)
         return condition if embeddings is None else dataclasses.replace(condition, embeddings=embeddings)

@@ -34,7 +34,8 @@ class Sampling:
     step attends to once a request (PrefixCache, ReferenceFrames). decodes_with_noise: the decoder takes noise and its
     level (decode_noise_scale, decode_timestep). segments: kind of those in which a video of more than segment_frames is
     made; None for a model that makes a video at once. continues_images: whether a request may ask for segments of one,
-    each of which begins with the last frame of the one before as its image. temporal: rotary frequencies of positions
+    each of which begins with the last frame of the one before as its image; text_sees_images: whether the text encoder
+    reads it with the prompt. temporal: rotary frequencies of positions
     that count latent frames; None for other positions.
     """
 
@@ -52,7 +53,13 @@ class Sampling:
     decodes_with_noise: bool = False
     segments: SegmentKind | None = None
     continues_images: bool = False
+    text_sees_images: bool = False
     temporal: TemporalFrequencies | None = None
+
+    @property
+    def switches_prompts(self) -> bool:
+        """True where parts of a video may have prompts of their own: chunks, context windows, segments."""
+        return self.is_causal or self.takes_windows or self.continues_images or self.segments == "continued"
 
     @property
     def has_phases(self) -> bool:

@@ -53,9 +53,9 @@ class VideoControl:
                     "mask_path: a mask says what of a control video is made anew; give the video: --video-path FILE"
                 )
             return
-        video = check_clip("video_path", request.video_path, size, self.geometry.temporal_factor)
+        video = check_clip("video_path", request.video_path, size, self.geometry.frame_rule)
         if request.mask_path is not None:
-            check_clip_mask(request.mask_path, video, "the control video", size, self.geometry.temporal_factor)
+            check_clip_mask(request.mask_path, video, "the control video", size, self.geometry.frame_rule)
 
     def scaled_sizes(self, sides: Sides, path: str, size: ClipSize) -> tuple[Sides, Sides]:
         """Return a reference image's (width, height) in whole latents, and (height, width) inside of the clip's. Raises
@@ -76,13 +76,12 @@ class VideoControl:
                 yield from clip_remarks(field, path, size)
 
 
-def check_clip(field: str, path: str, size: ClipSize, temporal_factor: int) -> ClipFacts:
+def check_clip(field: str, path: str, size: ClipSize, frame_rule: tuple[int, int]) -> ClipFacts:
     """Return the facts of a file that has the frames of a clip of this size: enough of them, or one for all; of its
-    ratio. temporal_factor: frames of a latent frame. Raises RequestError for one that has not, and what inspect_clip
-    raises."""
+    ratio. frame_rule: of LatentGeometry. Raises RequestError for one that has not, and what inspect_clip raises."""
     video = inspect_clip(path, field, size.num_frames)
     if not video.is_still:
-        _check_length(field, path, video, size, temporal_factor)
+        _check_length(field, path, video, size, frame_rule)
     stretch = (video.width / video.height) / (size.width / size.height)
     if not 1 - MAX_STRETCH <= stretch <= 1 / (1 - MAX_STRETCH):
         raise RequestError(
@@ -93,7 +92,7 @@ def check_clip(field: str, path: str, size: ClipSize, temporal_factor: int) -> C
     return video
 
 
-def check_clip_mask(path: str, video: ClipFacts, named: str, size: ClipSize, temporal_factor: int) -> None:
+def check_clip_mask(path: str, video: ClipFacts, named: str, size: ClipSize, frame_rule: tuple[int, int]) -> None:
     """Check that a file is a mask of a video or picture: of its size, with something to make anew. named: what it is a
     mask of. Raises RequestError, and what inspect_clip raises."""
     mask = inspect_clip(path, "mask_path", size.num_frames)
@@ -103,7 +102,7 @@ def check_clip_mask(path: str, video: ClipFacts, named: str, size: ClipSize, tem
             f"{video.height}; a mask has the size of what it masks"
         )
     if not mask.is_still:
-        _check_length("mask_path", path, mask, size, temporal_factor)
+        _check_length("mask_path", path, mask, size, frame_rule)
     if is_black(path, "mask_path", size.num_frames):
         raise RequestError(
             f"mask_path: {path} is black, so that nothing would be made anew; white is what is made anew"
@@ -126,9 +125,9 @@ def clip_remarks(field: str, path: str, size: ClipSize) -> Iterator[str]:
         )
 
 
-def _check_length(field: str, path: str, clip: ClipFacts, size: ClipSize, factor: int) -> None:
+def _check_length(field: str, path: str, clip: ClipFacts, size: ClipSize, rule: tuple[int, int]) -> None:
     if clip.num_frames < size.num_frames:
-        fitting = (clip.num_frames - 1) // factor * factor + 1
+        fitting = max(0, clip.num_frames - rule[1]) // rule[0] * rule[0] + rule[1]
         raise RequestError(
             f"{field}: {path} has {clip.num_frames} frame{'s' * (clip.num_frames != 1)}, the clip {size.num_frames}; "
             f"give a longer one, or --num-frames {fitting}"

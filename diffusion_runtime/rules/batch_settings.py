@@ -85,12 +85,19 @@ class BatchSettings:
             size if self.windows is None else dataclasses.replace(size, num_frames=filled(self.shared.context_frames))
         )
 
-    def of_segment(self, index: int = 0) -> Self:
-        """Return the settings of one segment; these where the video is made at once."""
-        length, seed = self.segments.length, self.seed_of_segment(index)
-        if (length, seed) == (self.size.num_frames, self.shared.seed):
+    def of_segment(self, index: int = 0, image_path: str | None = None) -> Self:
+        """Return the settings of one segment; these where the video is made at once. image_path: of the image that it
+        begins with, None for the request's."""
+        if not self.segments.is_apart:
             return self
-        shared = dataclasses.replace(self.shared, num_frames=length, seed=seed)
+        shared = dataclasses.replace(
+            self.shared,
+            num_frames=self.segments.length,
+            seed=self.seed_of_segment(index),
+            prompt=prompt_at(self.shared, self.segments.starts[index]),
+            prompt_switches=None,
+            image_path=self.shared.image_path if image_path is None else image_path,
+        )
         return dataclasses.replace(self, shared=shared)
 
     def seed_of_segment(self, index: int) -> int:
@@ -183,6 +190,12 @@ class BatchSettings:
         return f"These need less: {', '.join(ways)}"
 
 
+def prompt_at(request: GenerationRequest, frame: int) -> str:
+    """Return the prompt of a resolved request that holds at a frame of its video."""
+    later = [prompt for at, prompt in request.prompt_switches or () if int(at) <= frame]
+    return later[-1] if later else request.prompt
+
+
 def expert_by_timestep(request: GenerationRequest, own: Callable[[float], int]) -> Callable[[float], int]:
     """Return which expert predicts at a timestep in [0, 1000]. own: of the transformer."""
     if request.expert is not None:
@@ -232,7 +245,7 @@ class Chunking:
         shared = self.sizes.shared
         return dataclasses.replace(
             shared,
-            num_inference_steps=self.num_steps_of_chunk(0),
+            num_inference_steps=shared.first_chunk_steps or shared.num_inference_steps,
             flow_shift=shared.first_chunk_flow_shift or shared.flow_shift,
             sampler=shared.first_chunk_sampler or shared.sampler,
         )

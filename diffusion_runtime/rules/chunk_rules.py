@@ -8,7 +8,7 @@ from typing import Any
 from diffusion_runtime.attention.cache.history import CompressedHistory
 from diffusion_runtime.attention.cache.pages import check_page_size
 from diffusion_runtime.denoising.chunks import frames_needed, is_rolling
-from diffusion_runtime.denoising.prompt_times import T, resolve_switches
+from diffusion_runtime.denoising.prompt_times import T, first_frame, resolve_switches
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.features import LARGE_PATCHES
@@ -89,18 +89,11 @@ def chunk_values(settings: BatchSettings) -> dict[str, Any]:
 
 
 def _resolved(
-    settings: BatchSettings, switches: Iterable[tuple[int | str, T]], name: str, what: str
+    settings: BatchSettings, switches: Iterable[tuple[int | str, T]], field: str, what: str
 ) -> tuple[tuple[int, T], ...]:
-    size = settings.size
-    return resolve_switches(
-        switches,
-        settings.chunking.plan,
-        fps=size.fps,
-        num_frames=size.num_frames,
-        temporal_factor=settings.sampling.geometry.temporal_factor,
-        name=name,
-        what=what,
-    )
+    size, factor = settings.size, settings.sampling.geometry.temporal_factor
+    starts = [first_frame(chunk, factor) for chunk in settings.chunking.plan]
+    return resolve_switches(switches, starts, (size.fps, size.num_frames), field=field, what=what, part="chunk")
 
 
 def try_first_chunk(settings: BatchSettings) -> None:

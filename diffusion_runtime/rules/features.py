@@ -41,6 +41,7 @@ class ChosenRequest:
         """Features by name: functions that find whether each is chosen."""
         settings, request, sampling = self.settings, self.settings.shared, self.settings.sampling
         cache, terms = step_cache_of(request), settings.guidance.terms
+        is_in_parts = settings.windows is not None or settings.segments.is_apart
         options, sampler = None if cache is None else cache.options, SAMPLERS[str(request.sampler)]
         other_steps = request.first_chunk_steps not in (None, request.num_inference_steps) and not is_rolling(request)
         return {
@@ -56,7 +57,7 @@ class ChosenRequest:
             "no first image": lambda: request.image_path is None,
             "history in large patches": lambda: sampling.history is not None,
             "context windows": lambda: settings.windows is not None,
-            "clip in one window": lambda: not sampling.is_causal and settings.windows is None,
+            "clip of one prompt": lambda: not (sampling.is_causal or is_in_parts),
             "given images": lambda: settings.has_condition,
             "RIFLEx": lambda: request.riflex == "on",
             "rolling chunks": lambda: is_rolling(request),

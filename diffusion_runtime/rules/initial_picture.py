@@ -11,15 +11,19 @@ import torch
 
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.media.audio import has_sound
 from diffusion_runtime.media.clips import inspect_clip
 from diffusion_runtime.models.video_control import check_clip, check_clip_mask, clip_remarks
 from diffusion_runtime.request.fields import NO_INITIAL
+from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.layers import EXPLICIT_LEVELS
 from diffusion_runtime.request.strength import DEFAULT_STRENGTH, starts_from_noise, steps_left_out
 from diffusion_runtime.rules.batch_settings import BatchSettings
 from diffusion_runtime.rules.draft import Draft
 
 _FIELD = "init_path"
+# Frames per second by which a video may be off for its sound: 0.02 s in a clip of 5 s at 24.
+_OFF_RATE = 0.1
 
 
 def check_given(draft: Draft, own_masks: bool, *, takes_pictures: bool) -> None:
@@ -66,7 +70,7 @@ def default_strength(draft: Draft, own: Collection[str]) -> dict[str, float]:
 
 def check_initial(settings: BatchSettings) -> None:
     """Raises RequestError for files that a clip cannot start from, and a strength that leaves no step."""
-    request, size, factor = settings.shared, settings.size, settings.sampling.geometry.temporal_factor
+    request, size, rule = settings.shared, settings.size, settings.sampling.geometry.frame_rule
     if request.init_path is None:
         return
     if steps_left_out(request) >= settings.num_inference_steps:
@@ -74,9 +78,25 @@ def check_initial(settings: BatchSettings) -> None:
             f"strength: {request.strength:g} of {settings.num_inference_steps} steps leaves none, and init_path as it "
             "is; expected more than 0"
         )
-    facts = check_clip(_FIELD, request.init_path, size, factor)
+    facts = check_clip(_FIELD, request.init_path, size, rule)
     if request.mask_path is not None:
-        check_clip_mask(request.mask_path, facts, _FIELD, size, factor)
+        check_clip_mask(request.mask_path, facts, _FIELD, size, rule)
+    is_its_own = settings.sampling.geometry.makes_sound and initial_sound(request) == (_FIELD, request.init_path)
+    if is_its_own and facts.fps is not None and abs(facts.fps - size.fps) > _OFF_RATE:
+        raise RequestError(
+            f"init_path: {request.init_path} has {facts.fps:.4g} frames per second, the clip {size.fps}: frames are "
+            f"used one by one, and the sound would not go with them; convert it (ffmpeg -i in.mp4 -r {size.fps} "
+            "out.mp4), or take its sound away (ffmpeg -i in.mp4 -an out.mp4)"
+        )
+
+
+def initial_sound(request: GenerationRequest) -> tuple[str, str] | None:
+    """Return the field and the file of the sound that a resolved request starts from, in a model that makes pictures
+    and sound: the given one, or the video's own; None for silence."""
+    for field, path in (("audio_path", request.audio_path), (_FIELD, request.init_path)):
+        if path is not None and has_sound(path, field):
+            return field, path
+    return None
 
 
 def initial_remarks(settings: BatchSettings) -> Iterator[str]:
@@ -97,3 +117,12 @@ def initial_remarks(settings: BatchSettings) -> Iterator[str]:
         f"init_path: {given}: {settings.num_steps} of {settings.num_inference_steps} steps run, from a noise level of "
         f"{level:.3g}"
     )
+    if settings.sampling.geometry.makes_sound:
+        yield f"init_path: the sound starts from {_sound_text(request)}, at the same step as the pictures"
+
+
+def _sound_text(request: GenerationRequest) -> str:
+    source = initial_sound(request)
+    if source is None:
+        return "silence, as the file has none"
+    return "that of audio_path" if source[0] == "audio_path" else "that of the video"

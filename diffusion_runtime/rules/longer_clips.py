@@ -9,10 +9,11 @@ from typing import Any
 
 from diffusion_runtime.core.latent_geometry import misfit
 from diffusion_runtime.denoising.context_windows import DEFAULT_OVERLAP, WindowPlan, window_middle
+from diffusion_runtime.denoising.prompt_times import resolve_switches
 from diffusion_runtime.errors import RequestError, shown
 from diffusion_runtime.layers.riflex import SHARE, lowered_index
 from diffusion_runtime.request.prompt_switches import seconds_of
-from diffusion_runtime.rules.batch_settings import BatchSettings
+from diffusion_runtime.rules.batch_settings import BatchSettings, prompt_at
 
 
 def window_values(settings: BatchSettings) -> dict[str, Any]:
@@ -50,6 +51,15 @@ def window_prompts(settings: BatchSettings) -> tuple[str | None, ...]:
         later = [text for at, text in settings.shared.prompt_switches or () if int(at) <= middle]
         found.append(later[-1] if later else None)
     return tuple(found)
+
+
+def segment_prompts(settings: BatchSettings) -> tuple[str | None, ...]:
+    """Return the prompt of each segment, None for the requests' own; none where all have that, and where it is encoded
+    with the image that the segment begins with."""
+    if settings.shared.prompt_switches is None or settings.sampling.text_sees_images:
+        return ()
+    found = (prompt_at(settings.shared, start) for start in settings.segments.starts)
+    return tuple(None if prompt == settings.shared.prompt else prompt for prompt in found)
 
 
 def _frame(settings: BatchSettings, at: int | str) -> int:
@@ -147,6 +157,16 @@ def _windows_text(settings: BatchSettings, plan: WindowPlan) -> str:
         f"frames), {least} or more latent frames shared{texts}{noise}: {len(plan)} evaluations per prediction, "
         f"{share:.1f} times the frames; positions are those within a window"
     )
+
+
+def segment_values(settings: BatchSettings) -> dict[str, Any]:
+    """Return the request values with the first frame of a segment in place of the times of prompts. Raises RequestError
+    for a time past the end, and for two in one segment."""
+    switches, size = settings.shared.prompt_switches, settings.size
+    if switches is None or not settings.segments.is_apart:
+        return {}
+    starts, length = settings.segments.starts, (size.fps, size.num_frames)
+    return {"prompt_switches": resolve_switches(switches, starts, length, field="--at", what="prompt", part="segment")}
 
 
 def check_segments_asked(settings: BatchSettings) -> None:

@@ -36,6 +36,7 @@ from diffusion_runtime.rules.longer_clips import (
     check_segments_asked,
     longer_clip_remarks,
     riflex_values,
+    segment_values,
     window_values,
 )
 from diffusion_runtime.rules.predicted_length import BOUNDS, LengthBounds
@@ -93,6 +94,7 @@ class RequestRules:
         if self.sampling.is_causal:
             check_chunks(settings)
         values = chunk_values(settings) if self.sampling.is_causal else window_values(settings)
+        values |= segment_values(settings)
         values |= riflex_values(settings, self.defaults)
         check_guidance(settings.guidance, self.num_blocks)
         values |= settings.guidance.values
@@ -212,11 +214,12 @@ class RequestRules:
         return ", ".join(names_of(self.preset_rules.matching(request))) or None
 
     def sampling_note(self, request: GenerationRequest) -> str | None:
-        """Return what `PresetRules.note` says of a resolved request, and how many frames its file has where these are
-        not the model's; None for neither."""
+        """Return what `PresetRules.note` says of a resolved request, its segments, and how many frames its file has
+        where these are not the model's; None for nothing."""
         settings = self.settings(request)
         notes = (
             self.preset_rules.note(request, self.sampling),
+            settings.segments.note,
             interpolation_note(settings, self.interpolation),
         )
         return "; ".join(note for note in notes if note is not None) or None

@@ -139,6 +139,10 @@ def shift_of_size(request: GenerationRequest | Draft, sampling: Sampling) -> dic
         return {}
     geometry = sampling.geometry
     geometry.check(height, width, num_frames)
+    step, remainder = geometry.frame_rule
+    if request.segment_frames is not None and (request.segment_frames - remainder) % step == 0:
+        # The steps are those of a segment.
+        num_frames = min(num_frames, request.segment_frames)
     if request.sigmas is not None:
         return {"flow_shift": 1.0}
     if request.second_stage_sigmas is not None:

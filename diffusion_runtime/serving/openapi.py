@@ -6,7 +6,14 @@ from typing import Any
 
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.serving.jobs import IMAGE, VIDEO
-from diffusion_runtime.serving.request_fields import IMAGE_FORMATS, MAX_IMAGES, MAX_PROMPT, PLAIN_FIELDS
+from diffusion_runtime.serving.request_fields import (
+    FILE_FIELDS,
+    IMAGE_FORMATS,
+    MAX_IMAGES,
+    MAX_PROMPT,
+    PLAIN_FIELDS,
+    in_clients_words,
+)
 
 _NAMES = {VIDEO: "VideoRequest", IMAGE: "ImageRequest"}
 _TYPES = {int: "integer", float: "number", str: "string"}
@@ -25,8 +32,16 @@ def request_schemas() -> dict[str, Any]:
     return {name: {**plain, "properties": _properties(kind)} for kind, name in _NAMES.items()}
 
 
+def _files(kind: str) -> dict[str, Any]:
+    """Return the properties of the files that a request may bring."""
+    how = "A file, or an object with image_url: data: or https://."
+    return {
+        name: {"description": f"{in_clients_words(kind, REQUEST_FIELDS[target].help).replace('--', '')} {how}"}
+        for name, target in FILE_FIELDS[kind].items()
+    }
+
+
 def _properties(kind: str) -> dict[str, Any]:
-    image = {"description": "A file, or an object with image_url: data: or https://."}
     properties: dict[str, Any] = {
         "prompt": {"type": "string", "minLength": 1, "maxLength": MAX_PROMPT},
         "model": {"type": "string"},
@@ -52,21 +67,16 @@ def _properties(kind: str) -> dict[str, Any]:
         properties[name] = {"type": _TYPES.get(declared.check.kind, "string"), "description": declared.help}
     if kind == VIDEO:
         previews = {"type": "boolean", "default": False, "description": "Estimates, as events of the video."}
-        several = {"description": "Images, videos and sounds in an order that counts, each as input_reference."}
         stream = {
             "type": "boolean",
             "default": False,
             "description": "Frames as events while they are made (causal models).",
         }
-        initial = {"description": "A picture or a video to start from, noised to strength, as input_reference."}
-        inputs = {"input_reference": image, "references": several, "init_video": initial}
-        return {**properties, **inputs, "return_previews": previews, "stream": stream}
+        return {**properties, **_files(kind), "return_previews": previews, "stream": stream}
     return {
         **properties,
         "n": {"type": "integer", "minimum": 1, "maximum": MAX_IMAGES},
-        "image": image,
-        "mask": image,
-        "init_image": image,
+        **_files(kind),
         "response_format": {"enum": ["b64_json", "url"]},
         "output_format": {"enum": list(IMAGE_FORMATS)},
         "output_compression": {"type": "integer", "minimum": 0, "maximum": 100},

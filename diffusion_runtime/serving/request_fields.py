@@ -70,26 +70,30 @@ _FORBIDDEN = re.compile(
 _OWN = ("prompt", "model", "seed", "size", "preset", "attention", "lora", "generator_device", "n")
 # Of the answer: what of a generation is counted or kept beside its file.
 RECORDED = ("return_report", "return_density", "return_latents")
-_OF_VIDEOS = ("input_reference", "references", "init_video", "return_previews", "stream")
-_OF_IMAGES = (
-    *(
-        "image",
-        "mask",
-        "init_image",
-        "response_format",
-        "output_format",
-        "output_compression",
-        "stream",
-        "partial_images",
-    ),
-    "wait",
-)
-# What becomes of the images that clients send, and of videos and sounds as references.
-_IMAGE_FIELDS: Mapping[str, Mapping[str, str]] = {
-    VIDEO: {"input_reference": "image_path", "references": "references", "init_video": "init_path"},
+# What becomes of the files that clients send.
+FILE_FIELDS: Mapping[str, Mapping[str, str]] = {
+    VIDEO: {
+        "input_reference": "image_path",
+        "last_image": "last_image_path",
+        "references": "references",
+        "init_video": "init_path",
+        "video": "video_path",
+        "mask": "mask_path",
+        "image_mask": "image_mask_path",
+        "audio": "audio_path",
+    },
     IMAGE: {"image": "image_path", "mask": "mask_path", "init_image": "init_path"},
 }
-_FILES = tuple(dict.fromkeys(name for fields in _IMAGE_FIELDS.values() for name in fields))
+# Of videos, those that may be videos or sounds; the others are images.
+_OF_ANY_KIND = ("references", "init_video", "video", "mask", "audio")
+_SEVERAL = ("image_path", "image_mask_path", "references")
+_OF_VIDEOS = (*FILE_FIELDS[VIDEO], "return_previews", "stream")
+_OF_IMAGES = (
+    *FILE_FIELDS[IMAGE],
+    *("response_format", "output_format", "output_compression", "stream", "partial_images", "wait"),
+)
+_FILES = tuple(dict.fromkeys(name for fields in FILE_FIELDS.values() for name in fields))
+_PATH = re.compile(r"(?<![a-z_-])(?:--)?((?:[a-z]+[_-])+path)(?: FILE)?(?![a-z_-])")
 # Texts in which the options of a method name a file.
 _FILE_OPTION = re.compile(r"[:,]\s*\w*(file|path)\s*=", re.IGNORECASE)
 
@@ -211,20 +215,25 @@ def _read_image_options(draft: Draft, reader: _Reader) -> None:
 
 
 def in_clients_words(kind: str, text: str) -> str:
-    """Return a message about the runtime's fields of images, which name files, with those that a client sends."""
-    sent = {field: name for name, field in _IMAGE_FIELDS[kind].items()}
-    return re.sub(r"(?<![a-z_])(image|mask|init)_path(?![a-z_])", lambda found: sent.get(found[0], found[0]), text)
+    """Return a message about the runtime's fields of files, or their flags, with those that a client sends."""
+    sent = {field: name for name, field in FILE_FIELDS[kind].items()}
+    return _PATH.sub(lambda found: sent.get(found[1].replace("-", "_"), found[0]), text)
+
+
+def may_be_of_any_kind(kind: str, name: str) -> bool:
+    """Return whether a file that a client sends may be an image, a video or a sound; elsewhere it is an image."""
+    return kind == VIDEO and name in _OF_ANY_KIND
 
 
 def _take_images(draft: Draft, values: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> None:
-    for name, target in {**_IMAGE_FIELDS[VIDEO], **_IMAGE_FIELDS[IMAGE]}.items():
+    for name, target in {**FILE_FIELDS[VIDEO], **FILE_FIELDS[IMAGE]}.items():
         contents: list[bytes | str] = []
         for spelling in (name, *(other for other, means in SPELLINGS.items() if means == name)):
             contents += files.get(spelling, [])
         given = values.get(name)
         for each in given if isinstance(given, list) else [] if given is None else [given]:
             contents.append(_url_of(name, each))
-        if contents and target == "init_path" and len(contents) > 1:
+        if len(contents) > 1 and target not in _SEVERAL:
             raise invalid(name, f"{name}: expected one file, got {len(contents)}")
         if contents:
             draft.images[target] = contents

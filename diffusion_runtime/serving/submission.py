@@ -20,15 +20,19 @@ from diffusion_runtime.serving.engines import Refused
 from diffusion_runtime.serving.guard import key_of
 from diffusion_runtime.serving.input_images import check_image, check_media
 from diffusion_runtime.serving.jobs import VIDEO, Job, new_id
-from diffusion_runtime.serving.request_fields import RECORDED, Draft, check_limits, in_clients_words, read_draft
+from diffusion_runtime.serving.request_fields import (
+    RECORDED,
+    Draft,
+    check_limits,
+    in_clients_words,
+    may_be_of_any_kind,
+    read_draft,
+)
 from diffusion_runtime.serving.retention import bytes_of
 from diffusion_runtime.serving.settings import Access
 from diffusion_runtime.untrusted.image_urls import data_of_url, fetch_image
 
 _MAX_KEY = 255
-
-# Fields of files that may be videos, or sounds.
-_OF_ANY_KIND = ("references", "init_video")
 
 
 class Submission:
@@ -106,8 +110,8 @@ class Submission:
         if is_stream and not card.get("streams"):
             message = "stream: this model makes a clip at once, or runs in several processes; leave it out"
             raise invalid("stream", message, "unsupported_for_model")
-        if draft.images and "init_path" not in draft.images and not card.get("takes_image", True):
-            name = in_clients_words(draft.kind, next(iter(draft.images)))
+        if "image_path" in draft.images and not card.get("takes_image", True):
+            name = in_clients_words(draft.kind, "image_path")
             raise invalid(name, f"{name}: this model takes no images; leave it out", "unsupported_for_model")
         names = []
         paths: dict[str, list[str]] = {}
@@ -115,7 +119,7 @@ class Submission:
             for index, content in enumerate(contents):
                 sent_as = in_clients_words(draft.kind, field)
                 image = await self._image(sent_as, content)
-                check = check_media if sent_as in _OF_ANY_KIND else check_image
+                check = check_media if may_be_of_any_kind(draft.kind, sent_as) else check_image
                 extension = await asyncio.to_thread(check, sent_as, image, settings.limits.max_upload_pixels)
                 names.append(f"{field}-{index}.{extension}")
                 path = await asyncio.to_thread(dispatcher.files.write_input, job_id, names[-1], image)

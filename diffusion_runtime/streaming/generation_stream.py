@@ -394,12 +394,14 @@ def check_streamable(rules: RequestRules, settings: BatchSettings, *, endless: b
             "interpolate: the frames of a stream are given as they are made, and none between them; leave it out, or "
             "the stream"
         )
-    if has_source_sound(settings):
+    if has_source_sound(settings) or rules.makes_sound:
         raise RequestError("stream: a file that grows has no sound, and this video has one; leave the stream out")
     if endless and in_segments:
         raise RequestError("stream: a video in segments has an end; give --num-frames or --seconds")
     if not endless:
         return
+    if settings.shared.init_path is not None:
+        raise RequestError("init_path: a video without an end is longer than any file; leave it out, or give it an end")
     window, chunks = window_of(settings.shared), dataclasses.replace(settings.chunking.plan, num_frames=None)
     needed = frames_needed(settings.shared, chunks, settings.sampling.history)
     if window.span is None:

@@ -21,6 +21,7 @@ from diffusion_runtime.generation.segmented_clip import SegmentedClip
 from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import peaks
 from diffusion_runtime.report.attention_report import AttentionReport
+from diffusion_runtime.rules.batch_settings import prompt_at
 from diffusion_runtime.streaming.generation_stream import GenerationStream
 from diffusion_runtime.streaming.stream_rate import StreamedFrames, StreamRate
 
@@ -107,12 +108,12 @@ class SegmentStream(Iterator[StreamedFrames]):
         self.rate.add(len(frames), seconds, is_first=first == 0)
         if self._kept is not None:
             self._kept.append(frames)
-        return StreamedFrames(frames, first, self.request.prompt, seconds)
+        return StreamedFrames(frames, first, prompt_at(self.request, first), seconds)
 
     def prompt(self, text: str) -> None:
-        """Raises RequestError: the segments have one prompt."""
+        """Raises RequestError: the prompts of segments are those of the request."""
         del text
-        raise RequestError("stream: a video in segments has one prompt; make another video with the other one")
+        raise RequestError("stream: a video in segments takes its prompts before it begins: --at 5s 'a blue star'")
 
     def fork(self, prompt: str | None = None, *, seed: int | None = None) -> SegmentStream:
         """Raises RequestError: another one goes on from saved latents."""
@@ -133,7 +134,10 @@ class SegmentStream(Iterator[StreamedFrames]):
             return dict(self._recipe)
         count = len(dataclasses.replace(plan, num_frames=self.num_frames))
         kept = None if seeds is None else seeds[:count]
-        request = dataclasses.replace(self.request, num_frames=self.num_frames, segment_seeds=kept)
+        switches = tuple(each for each in self.request.prompt_switches or () if int(each[0]) < self.num_frames)
+        request = dataclasses.replace(
+            self.request, num_frames=self.num_frames, segment_seeds=kept, prompt_switches=switches or None
+        )
         return {**self._recipe, "request": request.recorded()}
 
     @property

@@ -245,6 +245,7 @@ OWN_WRITERS = {
     "benchmark/plot.py": "into what published() gives",
     "benchmark/sample_images.py": "images in a temporary folder",
     "explanation/stage_times.py": "a cache, renamed from core.cache_folder.complete_file",
+    "generation/segmented_clip.py": "into what published() gives, in a temporary folder",
     "core/cache_folder.py": "the temporary file of a cache, renamed by its user",
     "cli/launching.py": "prompts for other processes, in a temporary folder",
     "decoders/latent_upsampler.py": "settings in a temporary folder",

@@ -46,7 +46,7 @@ def test_the_rest_of_a_mask_follows_the_noised_picture(heun: str, name: str, fir
     drawn, made = noise.draw(), list[int]()
     # Without the settings of a request, which such a stage does not read.
     stage = PlainStage(ClipSize(8, 8, 1, 1), cast(Any, None), sampler, InitialLatents(clean, mask))
-    place = stage.start(stage.begin(drawn, noise, lambda latents: latents))
+    place = stage.start(stage.begin(drawn, noise))
     found = stage.run(place, predict, lambda step, _: made.append(step.index), noise).latents.float()
     assert made == list(range(6 - first))
     rest = ~mask.expand_as(found)

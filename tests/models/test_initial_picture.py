@@ -27,21 +27,21 @@ from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig, load_p
 from diffusion_runtime.denoising.initial_latents import InitialLatents
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.generation.initial_picture import initial_latents, latent_mask
-from diffusion_runtime.loading import inspect_pipeline, prepare
+from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.request.strength import steps_that_run
 
 PLAIN_WAN = "wan with a plain vae"
 LoadTiny = Callable[[str], Pipeline]
-# They make sound, restore a video or move a character: from noise alone.
-FROM_NOISE_ALONE = ("ltx2", "minimax_h3", "seedvr2", "wan_animate_2", "scail_2")
+# They restore a video or move a character: from noise alone.
+FROM_NOISE_ALONE = ("seedvr2", "wan_animate_2", "scail_2")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """A picture and a video of 64 x 64, and a mask whose white is the right half."""
     folder = tmp_path_factory.mktemp("initial")
-    frames = numpy.random.default_rng(0).integers(0, 256, (9, 8, 8, 3), dtype=numpy.uint8).repeat(8, 1).repeat(8, 2)
+    frames = numpy.random.default_rng(0).integers(0, 256, (22, 8, 8, 3), dtype=numpy.uint8).repeat(8, 1).repeat(8, 2)
     mask = numpy.zeros((64, 64), dtype=numpy.uint8)
     mask[:, 32:] = 255
     Image.fromarray(frames[0]).save(folder / "picture.png")
@@ -157,11 +157,11 @@ def _base(name: str, folder: Path) -> Any:
 
 
 # One of each autoencoder's class; the others have the same, or are above.
-ENCODERS = ("flux2", "hunyuan_video", "hunyuan_video_15", "ltx_video", "qwen_image_21", "wan")
+ENCODERS = ("flux2", "hunyuan_video", "hunyuan_video_15", "ltx2", "ltx_video", "minimax_h3", "qwen_image_21", "wan")
 OTHERS = sorted(set(WRITERS) - {*ENCODERS, *FROM_NOISE_ALONE})
 
 
-def check_family(ours: Pipeline, files: Mapping[str, str]) -> None:
+def check_family(family: str, ours: Pipeline, files: Mapping[str, str]) -> None:
     """What a mask leaves is kept to the bit, and the rest is made anew."""
     request = dataclasses.replace(small_request(ours), init_path=files["video"], mask_path=files["mask"], strength=0.5)
     resolved = ours.resolve(request)
@@ -170,27 +170,31 @@ def check_family(ours: Pipeline, files: Mapping[str, str]) -> None:
     assert initial.mask is not None
     found = ours.latents(resolved)
     kept, made = ~initial.mask.expand_as(found), initial.mask.expand_as(found)
-    assert torch.equal(found[kept], initial.clean[kept])
+    # MiniMax-H3 carries its sound times another number.
+    torch.testing.assert_close(found[kept], initial.clean[kept], rtol=1e-6 if family == "minimax_h3" else 0, atol=0)
     assert (found - initial.clean)[made].abs().mean() > 0.01
 
 
 @table("family", ENCODERS)
 def test_a_family_of_every_autoencoder(load_tiny: LoadTiny, files: Mapping[str, str], family: str) -> None:
-    check_family(load_tiny(family), files)
+    check_family(family, load_tiny(family), files)
 
 
 @pytest.mark.slow
 @table("family", OTHERS)
 def test_the_other_families(load_tiny: LoadTiny, files: Mapping[str, str], family: str) -> None:
-    check_family(load_tiny(family), files)
+    check_family(family, load_tiny(family), files)
 
 
 def test_some_families_start_from_noise_alone(tiny_folder_of: Callable[[str], Path], files: Mapping[str, str]) -> None:
     for name in FROM_NOISE_ALONE:
         assert family_for_folder(tiny_folder_of(name)).decoding.load_encoder is None
-    rules = prepare(RuntimeConfig(str(tiny_folder_of("ltx2")), device="cpu")).rules
-    with pytest.raises(RequestError, match="init_path: this model starts from noise alone"):
-        rules.resolve(GenerationRequest("a star", init_path=files["video"]))
+    rules = prepare(RuntimeConfig(str(tiny_folder_of("wan_animate_2")), device="cpu")).rules
+    given = GenerationRequest("a star", image_path=files["picture"], video_path=files["video"])
+    # The second is refused before a picture is asked for.
+    for values in ({"init_path": files["video"]}, {"strength": 0.5}):
+        with pytest.raises(RequestError, match=f"{next(iter(values))}: this model starts from noise alone, beside the"):
+            rules.resolve(dataclasses.replace(given, **values))
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +254,7 @@ def test_what_a_request_says(shapes: Pipeline, files: Mapping[str, str], tmp_pat
         ({"init_path": None}, "strength: it says how much of a picture or a video"),
         ({"init_path": None, "strength": None, "mask_path": "mask"}, "mask_path: a mask says what of a picture"),
         ({"strength": 0.0}, "strength: 0 of 4 steps leaves none"),
-        ({"num_frames": 17}, "init_path: .* has 9 frames, the clip 17"),
+        ({"num_frames": 29}, "init_path: .* has 22 frames, the clip 29; give a longer one, or --num-frames 21"),
         ({"width": 128}, "init_path: .* the ratio of the sides"),
         (
             {"progressive_resolution": "dct:delta=0.05"},
@@ -277,9 +281,3 @@ def test_a_mask_of_latents(shapes: Pipeline) -> None:
     white = torch.zeros(1 + factor, 2 * side, 2 * side, dtype=torch.bool)
     white[2, 0, side] = white[0, 1, 0] = True
     assert latent_mask(white, geometry)[0, 0].tolist() == [[[False] * 2] * 2, [[False, True], [False, False]]]
-
-
-def test_a_strength_without_pictures_to_start_from_is_refused_at_once(tmp_path: Path) -> None:
-    rules = inspect_pipeline(RuntimeConfig(str(WRITERS["ltx2"](tmp_path / "model")), device="cpu")).rules
-    with pytest.raises(RequestError, match="strength: this model starts from noise alone, as it makes sound"):
-        rules.resolve(GenerationRequest("a star", strength=0.5))

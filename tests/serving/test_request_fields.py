@@ -14,7 +14,7 @@ from tables import table
 from diffusion_runtime.serving.api_errors import ApiError
 from diffusion_runtime.serving.bodies import nested, read_body
 from diffusion_runtime.serving.body import Body
-from diffusion_runtime.serving.request_fields import in_clients_words, read_draft
+from diffusion_runtime.serving.request_fields import in_clients_words, may_be_of_any_kind, read_draft
 from diffusion_runtime.serving.settings import Limits
 
 
@@ -158,6 +158,38 @@ def test_a_picture_to_start_from_is_a_file_and_no_path(kind: str, name: str) -> 
     ):
         with pytest.raises(ApiError):
             read_draft(kind, body_of(json={"prompt": "x", **refused}), "shapes", Limits())
+
+
+def test_files_of_a_video_are_sent_by_their_own_names() -> None:
+    """A driving or control video, masks of either kind, a sound and an image to end with; none is a path, or two."""
+    url = "data:image/png;base64,AAAA"
+    fields = {
+        "video": "video_path",
+        "mask": "mask_path",
+        "image_mask": "image_mask_path",
+        "last_image": "last_image_path",
+        "audio": "audio_path",
+    }
+    for name, field in fields.items():
+        draft = read_draft("video", body_of(json={"prompt": "x", name: url}), "shapes", Limits())
+        assert draft.images == {field: [url]}
+        assert may_be_of_any_kind("video", name) == (name in ("video", "mask", "audio"))
+        flag = f"--{field.replace('_', '-')}"
+        assert (
+            in_clients_words("video", f"{field}: give one: {flag} FILE, {flag}s")
+            == f"{name}: give one: {name}, {flag}s"
+        )
+        for wrong in ({field: "/etc/passwd"}, {name: "/etc/passwd"}):
+            with pytest.raises(ApiError):
+                read_draft("video", body_of(json={"prompt": "x", **wrong}), "shapes", Limits())
+        several = body_of(json={"prompt": "x", name: [url, url]})
+        if name == "image_mask":
+            assert read_draft("video", several, "shapes", Limits()).images == {field: [url, url]}
+            continue
+        with pytest.raises(ApiError, match=f"{name}: expected one file, got 2"):
+            read_draft("video", several, "shapes", Limits())
+    # The mask of an image is an image.
+    assert not may_be_of_any_kind("image", "mask")
 
 
 @table(

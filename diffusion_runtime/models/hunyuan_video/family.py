@@ -101,6 +101,7 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         inputs=ImageInputs(images={"image_path": True}),
+        sampling=dataclasses.replace(sampling, continues_images=True, text_sees_images=True),
         defaults={**model.defaults, **_IMAGE_DEFAULTS[kind]},
     )
 

@@ -49,6 +49,7 @@ def _adapt(model: _Model) -> _Model:
         model,
         defaults={**model.defaults, "height": height, "width": width, **guidance},
         inputs=ImageInputs(images={"image_path": True} if model.config.starts_from_image else {}),
+        sampling=dataclasses.replace(model.sampling, continues_images=model.config.starts_from_image),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
+from diffusion_runtime.decoders.interface import LatentEncoder, SampleEncoder
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_statistics, norm_fused
 from diffusion_runtime.media.audio import Audio
@@ -64,24 +65,37 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
 def load_image_conditioner(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LTX2Conditioner:
     """Return the encoders of a diffusers folder's `vae` and `audio_vae`, loaded on first use, which raises what
     load_decoder raises."""
+    return LTX2Conditioner(
+        read_geometry(folder),
+        lambda: _load_image_encoder(folder, device, dtype),
+        lambda: _load_sound_encoder(folder, device),
+    )
 
-    def load_image_encoder() -> FirstFrameConditioner:
-        autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=is_statistic)
-        return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
 
-    def load_sound_encoder() -> SoundEncoder:
-        # In float32: it is small, and a spectrogram spans eleven powers of e.
-        autoencoder = AUDIO_AUTOENCODER.load(folder, device, torch.float32, left_out=("decoder",))
-        file = read_config(folder, AUDIO_VAE)
-        return SoundEncoder(
-            autoencoder,
-            sample_rate=file.whole_number("sample_rate", 16000),
-            hop_length=file.whole_number("mel_hop_length", 160),
-            num_bins=file.whole_number("mel_bins", 64),
-            factor=AUDIO_FACTOR,
-        )
+def load_clip_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> LatentEncoder:
+    """Load the encoders of a diffusers folder's `vae` and `audio_vae`. Raises what load_decoder raises."""
+    pictures, sound = _load_image_encoder(folder, device, dtype), _load_sound_encoder(folder, device)
+    of_samples = SampleEncoder(sound.sample_rate, sound.num_samples, sound.encode)
+    libraries = (*pictures.libraries, sound.library)
+    return LatentEncoder(pictures.encode_frames, lambda: libraries, of_samples)
 
-    return LTX2Conditioner(read_geometry(folder), load_image_encoder, load_sound_encoder)
+
+def _load_image_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) -> FirstFrameConditioner:
+    autoencoder = VIDEO_AUTOENCODER.load(folder, device, dtype, left_out=("decoder",), stays_float32=is_statistic)
+    return FirstFrameConditioner(autoencoder, read_config(folder, COMPONENT).number("scaling_factor", 1.0))
+
+
+def _load_sound_encoder(folder: AnyFolder, device: torch.device) -> SoundEncoder:
+    # In float32: it is small, and a spectrogram spans eleven powers of e.
+    autoencoder = AUDIO_AUTOENCODER.load(folder, device, torch.float32, left_out=("decoder",))
+    file = read_config(folder, AUDIO_VAE)
+    return SoundEncoder(
+        autoencoder,
+        sample_rate=file.whole_number("sample_rate", 16000),
+        hop_length=file.whole_number("mel_hop_length", 160),
+        num_bins=file.whole_number("mel_bins", 64),
+        factor=AUDIO_FACTOR,
+    )
 
 
 def _factors(network: Any) -> tuple[int, int]:

@@ -37,25 +37,34 @@ def conditions_of(request: GenerationRequest, geometry: LTX2Geometry, size: Clip
 
 
 class SoundEncoder:
-    """Encoder of a sound file to normalised latents, the most likely ones of AutoencoderKLLTX2Audio.
+    """Encoder of sound to normalised latents, the most likely ones of AutoencoderKLLTX2Audio.
 
     sample_rate, hop_length, num_bins: of the spectrograms that it encodes; factor: their frames per latent.
     """
 
     def __init__(self, autoencoder: Any, *, sample_rate: int, hop_length: int, num_bins: int, factor: int) -> None:
         self.autoencoder = autoencoder
-        self._sample_rate = sample_rate
+        self.sample_rate = sample_rate
         self._hop_length = hop_length
         self._num_bins = num_bins
         self._factor = factor
 
-    def encode(self, path: str, length: int) -> torch.Tensor:
-        """Encode a file to [1, channels, length, bins], float32. Raises RequestError for none or a short one."""
+    @property
+    def library(self) -> LibraryAttention:
+        """The code that encodes, for the report."""
+        implementation = f"{type(self.autoencoder).__name__}'s encoder"
+        return LibraryAttention("audio vae encoder", "diffusers", implementation)
+
+    def num_samples(self, length: int) -> int:
+        """Return the samples that so many latents stand for."""
+        # As many frames of the spectrogram as the latents have: one more than there are hops.
+        return (length * self._factor - 1) * self._hop_length
+
+    def encode(self, samples: torch.Tensor) -> torch.Tensor:
+        """Encode [2, number] to [1, channels, length, bins], float32. samples: as many as whole latents stand for."""
         weight = next(self.autoencoder.parameters())
-        # As many frames of the spectrogram as the latents stand for: one more than there are hops.
-        seconds = (length * self._factor - 1) * self._hop_length / self._sample_rate
-        samples = torch.from_numpy(read_sound(path, "audio_path", seconds, self._sample_rate).samples)
-        mel = log_mel_spectrogram(samples, self._sample_rate, num_bins=self._num_bins, hop_length=self._hop_length)
+        length = (samples.shape[1] // self._hop_length + 1) // self._factor
+        mel = log_mel_spectrogram(samples, self.sample_rate, num_bins=self._num_bins, hop_length=self._hop_length)
         with torch.inference_mode():
             spectrogram = mel[None].to(weight.device, weight.dtype)
             raw: torch.Tensor = self.autoencoder.encode(spectrogram).latent_dist.mode().float()
@@ -89,8 +98,7 @@ class LTX2Conditioner(ImageConditioner):
         of_image = () if self._image_encoder is None else self._image_encoder.libraries
         if self._sound_encoder is None:
             return of_image
-        implementation = f"{type(self._sound_encoder.autoencoder).__name__}'s encoder"
-        return (*of_image, LibraryAttention("audio vae encoder", "diffusers", implementation))
+        return (*of_image, self._sound_encoder.library)
 
     def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
         """Return the condition. Without a first image the latents have no frame."""
@@ -127,5 +135,7 @@ class LTX2Conditioner(ImageConditioner):
             return None
         if self._sound_encoder is None:
             self._sound_encoder = self._load_sound_encoder()
-        _, length, _ = self._geometry.audio_shape(size)
-        return self._sound_encoder.encode(request.audio_path, length)
+        encoder, (_, length, _) = self._sound_encoder, self._geometry.audio_shape(size)
+        seconds = encoder.num_samples(length) / encoder.sample_rate
+        samples = read_sound(request.audio_path, "audio_path", seconds, encoder.sample_rate).samples
+        return encoder.encode(torch.from_numpy(samples))

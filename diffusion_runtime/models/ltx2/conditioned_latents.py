@@ -79,9 +79,11 @@ class ConditionedLatents:
         """Return clean latents of the clip, [B, length], with what is denoised with it: images that count in part, the
         first frame's in its place, keyframes behind the clip, and behind those keyframes that the model makes. clean:
         of another stage, [B, length + ...], of which the last are made keyframes."""
-        clip, images = clean[:, : self.length], self._noised_images()
+        images = self._noised_images()
         if not images:
-            return clip
+            return clean[:, : self.length]
+        clean = clean.expand(len(images[0][0]), -1)
+        clip = clean[:, : self.length]
         image = self.inputs.image
         assert image is not None
         given = [latents.flatten(1) for latents, (_, s) in self.keyframes if s < 1]

@@ -64,7 +64,8 @@ def _adapt(model: _Model) -> _Model:
     """Return the model with an image to start from, and the guidance that is documented for LTX-2.3. Rotary positions
     that turn the halves of a head against each other: our layers turn neighbouring channels."""
     images = dict.fromkeys(("image_path", "last_image_path", "frame_conditions"), False)
-    model = dataclasses.replace(model, inputs=ImageInputs(images=images))
+    sampling = dataclasses.replace(model.sampling, continues_images=True)
+    model = dataclasses.replace(model, inputs=ImageInputs(images=images), sampling=sampling)
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
         tiny_decoders = {128: "taeltx2_3"}
@@ -147,6 +148,7 @@ FAMILY = ModelFamily(
     ),
     decoding=Decoding(
         load=codec.load_decoder,
+        load_encoder=codec.load_clip_encoder,
         tiny_decoders={128: "taeltx_2"},
         is_fast=True,
         tiling=codec.tiling,

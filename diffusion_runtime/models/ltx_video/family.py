@@ -78,7 +78,9 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         inputs=ImageInputs(images={"image_path": False}),
-        sampling=dataclasses.replace(model.sampling, schedule=schedule, decodes_with_noise=decodes_with_noise),
+        sampling=dataclasses.replace(
+            model.sampling, schedule=schedule, decodes_with_noise=decodes_with_noise, continues_images=True
+        ),
         defaults=defaults,
     )
 

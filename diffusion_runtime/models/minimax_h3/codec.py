@@ -27,6 +27,7 @@ from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.bigvgan_decoder import BigVganAutoencoder, BigVganSizes
 from diffusion_runtime.decoders.clip_encoder import ClipEncoder, ClipEncoderSizes
+from diffusion_runtime.decoders.interface import LatentEncoder, SampleEncoder
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.vit_decoder_network import (
     NUM_AXES,
@@ -40,6 +41,7 @@ from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.minimax_h3.config import AUDIO_VAE
 from diffusion_runtime.parallel.groups import ProcessMesh
+from diffusion_runtime.report.attention_report import LibraryAttention
 from diffusion_runtime.weights.vit_autoencoder_rows import diffusers_rows
 
 # Attention of the video decoder: within a tile, which is no grid of the video.
@@ -51,6 +53,7 @@ _TILE, _TILE_OVERLAP = 256, 64
 _ENCODER_PARTS = ("encoder", "quant_conv")
 _DECODER_PARTS = ("decoder", "post_quant_conv")
 AUDIO_ENCODER_PARTS = ("encoder", "pre_block", "mean_proj", "logs_proj")
+_ENCODER_RATES = (2, 4, 4, 5, 5)
 _AUDIO_DECODER_PARTS = ("decoder", "dec_in_proj")
 # Computed in float32 by the authors' code whatever the dtype of the rest.
 _IN_FLOAT32 = frozenset((*_ENCODER_PARTS, "norm1", "norm2", "norm_out", "scale1", "scale2"))
@@ -131,7 +134,7 @@ def _audio_sizes(file: ConfigFile) -> BigVganSizes:
         or not all(isinstance(each, list | tuple) and each and all(map(_is_size, each)) for each in given)
     ):
         raise file.error("resblock_dilation_sizes", f"{len(kernels)} lists of whole numbers", given)
-    hop = math.prod(_several(file, "encoder_rates", (2, 4, 4, 5, 5)))
+    hop = math.prod(_several(file, "encoder_rates", _ENCODER_RATES))
     if math.prod(rates) != hop:
         raise file.error("decoder_rates", f"a product of {hop}, as of encoder_rates", rates)
     return BigVganSizes(
@@ -318,19 +321,29 @@ class MiniMaxH3Encoder:
 
         frames: uint8, [frames, height, width, 3]; one for an image. Raises ModelLoadError as load_decoder does.
         """
+        pixels = frames.to(self._device, torch.float32).div_(255.0).permute(3, 0, 1, 2)[None]
+        likeliest, deviation = self._encoded(pixels)
+        noise = torch.randn(likeliest.shape, generator=torch.Generator().manual_seed(_ENCODING_SEED))
+        return self._normal((likeliest + deviation * noise.to(self._device)).to(torch.float16).float().cpu())
+
+    @torch.inference_mode()
+    def encode_likeliest(self, frames: torch.Tensor) -> torch.Tensor:
+        """Encode a video as a clip starts from it, as LatentEncoder.encode does."""
+        return self._normal(self._encoded((frames.to(self._device) + 1) / 2)[0].cpu())
+
+    def _encoded(self, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and deviation of the latents of frames in [0, 1], [1, 3, frames, height, width]."""
         if self._pictures is None:
             self._pictures = load_picture_encoder(self._folder, self._device)
-        sizes = self._pictures.sizes
-        mean, std = _statistics(read_config(self._folder, COMPONENT), sizes.latent_channels)
-        pixels = frames.to(self._device, torch.float32).div_(255.0).permute(3, 0, 1, 2)[None]
-        pixels = (pixels - _by_channel(IMAGENET_MEAN, self._device)) / _by_channel(IMAGENET_STD, self._device)
-        side = math.prod(sizes.side_factors)
+        pixels = (frames - _by_channel(IMAGENET_MEAN, self._device)) / _by_channel(IMAGENET_STD, self._device)
+        side = math.prod(self._pictures.sizes.side_factors)
         size, overlap = (max(1, each // side) for each in (_TILE, _TILE_OVERLAP))
         with OneDnnConvolutions():
-            likeliest, deviation = self._pictures.encode(pixels, Tiling(size, size - overlap, side, is_default=True))
-        noise = torch.randn(likeliest.shape, generator=torch.Generator().manual_seed(_ENCODING_SEED))
-        latents = (likeliest + deviation * noise.to(self._device)).to(torch.float16).float().cpu()
-        cpu = torch.device("cpu")
+            return self._pictures.encode(pixels, Tiling(size, size - overlap, side, is_default=True))
+
+    def _normal(self, latents: torch.Tensor) -> torch.Tensor:
+        """Normalise latents of pictures, on the CPU."""
+        cpu, (mean, std) = torch.device("cpu"), _statistics(read_config(self._folder, COMPONENT), latents.shape[1])
         return (latents - _by_channel(mean, cpu)) / _by_channel(std, cpu)
 
     @torch.inference_mode()
@@ -352,6 +365,23 @@ class MiniMaxH3Encoder:
         latents = self._sound.encode(samples[:, None].to(self._device)).latent_dist.mode().float().cpu()
         normal: torch.Tensor = (latents - mean) / std
         return normal.permute(1, 2, 0)[None]
+
+
+def load_clip_encoder(
+    folder: AnyFolder,
+    device: torch.device,
+    dtype: torch.dtype,  # noqa: ARG001 - it computes in float32
+) -> LatentEncoder:
+    """Return the encoders of a diffusers folder's `vae` and `audio_vae`, for a video that a clip starts from. Raises
+    ModelLoadError when the first one comes, for what is wrong with the weights."""
+    encoder, rate = MiniMaxH3Encoder(folder, device), sample_rate(folder)
+    hop = math.prod(_several(read_config(folder, AUDIO_VAE), "encoder_rates", _ENCODER_RATES))
+    libraries = (
+        LibraryAttention("vae encoder", "diffusers", "AutoencoderKLMiniMaxH3's encoder"),
+        LibraryAttention("audio vae encoder", "diffusers", "AutoencoderKLMiniMaxH3Audio's encoder"),
+    )
+    of_samples = SampleEncoder(rate, lambda length: length * hop, encoder.encode_sound)
+    return LatentEncoder(encoder.encode_likeliest, lambda: libraries, of_samples)
 
 
 def load_image_encoder(

@@ -70,6 +70,11 @@ class MiniMaxH3Geometry(SoundGeometry):
         """Return the latent frames of a video of whole_frames."""
         return (num_frames - _LAST_FRAMES) // _CHUNK_FRAMES * _CHUNK_LATENTS + _LAST_LATENTS
 
+    def frames_of_latents(self, num_frames: int) -> tuple[int, ...]:
+        # A chunk, and the part of one at the end, begin with a frame alone.
+        whole, part = ((1, *[self.temporal_factor] * (count - 1)) for count in (_CHUNK_LATENTS, _LAST_LATENTS))
+        return whole * ((num_frames - _LAST_FRAMES) // _CHUNK_FRAMES) + part
+
     @property
     def fewest_frames(self) -> int:
         """Fewest frames of a video that can be encoded."""

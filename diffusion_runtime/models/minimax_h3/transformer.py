@@ -36,7 +36,7 @@ from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.part_schedules import (
     carries_sound,
     with_carried_sound,
-    with_own_sound,
+    with_scaled_sound,
     with_schedule_of_sound,
 )
 from diffusion_runtime.kernels.modulated_norm.api import Branch, add_branch_, modulated_norm
@@ -307,14 +307,20 @@ class MiniMaxH3Transformer(DiffusionTransformer):
     def guided(self, predict: Predict, guidance: RequestGuidance, inputs: DenoiserInputs) -> Predict:
         """Return the prediction with the sound's velocity along the video's schedule."""
         guided = super().guided(predict, guidance, inputs)
-        along = with_carried_sound if carries_sound(inputs.request.sampler) else with_schedule_of_sound
+        along = with_carried_sound if carries_sound(inputs.request) else with_schedule_of_sound
         return along(guided, self.geometry, inputs.size, self._shift_of_sound(inputs))
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """Return the clean latents, with the sound as it is where the sampler carried it along the video's schedule."""
-        if not carries_sound(inputs.request.sampler):
+        if not carries_sound(inputs.request):
             return latents
-        return with_own_sound(latents, self.geometry, inputs.size, self._shift_of_sound(inputs))
+        return with_scaled_sound(latents, self.geometry, inputs.size, self._shift_of_sound(inputs))
+
+    def begin_again(self, clean: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
+        """Return the clean latents with the sound as it is carried along the video's schedule; see `settle`."""
+        if not carries_sound(inputs.request):
+            return clean
+        return with_scaled_sound(clean, self.geometry, inputs.size, 1 / self._shift_of_sound(inputs))
 
     def read_inputs(self, inputs: DenoiserInputs) -> DenoiserInputs:
         read, asked = super().read_inputs(inputs), inputs.request

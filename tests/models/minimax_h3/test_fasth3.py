@@ -25,7 +25,7 @@ from diffusion_runtime.config import LoraConfig
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.core.step_info import StepInfo
-from diffusion_runtime.denoising.part_schedules import with_carried_sound, with_own_sound, with_schedule_of_sound
+from diffusion_runtime.denoising.part_schedules import with_carried_sound, with_scaled_sound, with_schedule_of_sound
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.explanation.explanation import explain
 from diffusion_runtime.loading import prepare
@@ -256,7 +256,7 @@ def test_both_schedules_equal_euler_steps_in_float64(tiny_minimax_h3_folder: Pat
     # Carried along the video's levels, the sound takes the same steps.
     begin = geometry.join(start.video, start.audio * (levels[0][0] / levels[1][0]))
     carried = sampler.sample(begin, with_carried_sound(predict, geometry, size, 3 / shift))
-    own = geometry.parts(with_own_sound(carried, geometry, size, 3 / shift), size)
+    own = geometry.parts(with_scaled_sound(carried, geometry, size, 3 / shift), size)
     assert own.audio is not None
     assert relative(own.audio, audio) < 1e-5
     assert relative(ended.audio, audio) < 1e-5
