@@ -30,7 +30,7 @@ def transformer_pieces(config: AnimaTransformerConfig) -> dict[str, tuple[Piece,
 
 def _transformer(config: AnimaTransformerConfig) -> Iterator[NamedPieces]:
     dim = config.dim
-    in_dim = config.patch_channels // config.num_channels * (config.num_channels + config.num_mask_channels)
+    in_dim = config.patch_channels // config.num_channels * (config.num_channels + config.has_mask)
     yield from linear_pieces("patch_embedding", [("patch_embed.proj", dim)], in_dim, bias=False)
     yield from linear_pieces("timestep_up", [("time_embed.t_embedder.linear_1", dim)], dim, bias=False)
     yield from linear_pieces("timestep_down", [("time_embed.t_embedder.linear_2", 3 * dim)], dim, bias=False)

@@ -38,12 +38,8 @@ def stays_float32(name: str) -> bool:
     return not _FLOAT32_PARTS.isdisjoint(name.split("."))
 
 
-def transformer_pieces(config: HunyuanVideoConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, num_channels = config.dim, config.num_channels
     embeddings = [("timestep", "timestep_embedder", NUM_WAVES), ("pooled", "text_embedder", config.pooled_dim)]
     if config.has_guidance:

@@ -33,12 +33,8 @@ def stays_float32(name: str) -> bool:
     return not _FLOAT32_PARTS.isdisjoint(name.split("."))
 
 
-def transformer_pieces(config: HunyuanVideo15Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     patch = (Piece("x_embedder.proj.weight", (dim, config.num_input_channels, *config.patch)),)
     yield "patch_embedding.projection.weight", patch

@@ -24,12 +24,8 @@ def add_one(module: nn.Module, name: str, values: torch.Tensor) -> None:  # noqa
         values.add_(1.0)
 
 
-def transformer_pieces(config: Krea2TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: Krea2TransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: Krea2TransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, text = config.joint.dim, config.text
     yield from _blocks("text_layers", "text_fusion.layerwise_blocks", config.num_layer_blocks, text)
     yield from linear_pieces("text_mix", [("text_fusion.projector", 1)], config.num_text_layers, bias=False)

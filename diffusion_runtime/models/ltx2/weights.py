@@ -42,12 +42,8 @@ def stays_float32(name: str) -> bool:
     return name.rpartition(".")[2] in _FLOAT32_PARTS
 
 
-def transformer_pieces(config: LTX2Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     if config.marks_keyframes:
         yield "keyframe_marker", (Piece(KEYFRAME_MARKER, (1, config.video.dim)),)
     yield from _stream("video", "", config.video, config, between="video", gate="video_a2v")

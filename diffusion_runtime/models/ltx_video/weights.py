@@ -20,12 +20,8 @@ def stays_float32(name: str) -> bool:
     return name.rpartition(".")[2] in ("modulation", "out_modulation")
 
 
-def transformer_pieces(config: LTXVideoConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: LTXVideoConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: LTXVideoConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     yield from linear_pieces("embedding", [("proj_in", dim)], config.num_channels)
     yield from two_layer_pieces("text_embedding", "caption_projection", config.text_dim, dim)

@@ -33,12 +33,8 @@ def stays_float32(name: str) -> bool:
     return name.startswith(_FLOAT32_LAYERS)
 
 
-def transformer_pieces(config: MiniMaxH3Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     yield from linear_pieces("patch_embedding", [("proj_in", dim)], config.patch_channels)
     yield from linear_pieces("audio_embedding", [("audio_proj_in", dim)], config.num_audio_channels)

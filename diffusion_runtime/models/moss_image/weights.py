@@ -19,12 +19,8 @@ from diffusion_runtime.weights.pieces import (
 )
 
 
-def transformer_pieces(config: MossImageConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: MossImageConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: MossImageConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, ffn_dim = config.dim, config.ffn_dim
     yield from linear_pieces("patch_embedding", [("video_embedder", dim)], config.num_channels)
     yield from linear_pieces("text_embedding", [("text_embedder.proj", dim)], config.text_dim)

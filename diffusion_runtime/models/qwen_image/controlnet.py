@@ -18,6 +18,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, component_class, read_config, read_index
 from diffusion_runtime.core.step_info import LayerInfo
@@ -32,7 +33,7 @@ from diffusion_runtime.layers.reference_tokens import layout_with_references
 from diffusion_runtime.models.controlnet_folder import COMPONENT, has_controlnet
 from diffusion_runtime.models.image_control import counts_at, scales_of
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.qwen_image.config import KEYS, TIME_SCALE, QwenImageTransformerConfig
+from diffusion_runtime.models.qwen_image.config import FIXED, TIME_SCALE, UNREAD, QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import STREAMS, embedding_pieces, transformer_pieces
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -76,7 +77,9 @@ def read_controlnet_config(
                 "`--backend diffusers` runs it"
             )
     file = read_config(folder, COMPONENT)
-    file.refuse_unknown((*KEYS, "extra_condition_channels"))
+    file.refuse_unknown(
+        (*config_fields.keys_of(QwenImageTransformerConfig), *FIXED, *UNREAD, "in_channels", "extra_condition_channels")
+    )
     if file.values.get("extra_condition_channels", 0) != 0:
         raise file.error(
             "extra_condition_channels",

@@ -33,12 +33,8 @@ def unread_tensors(config: SeedVR2Config) -> Callable[[str], bool]:
     return lambda name: _UNREAD.fullmatch(name) is not None or name.startswith(behind)
 
 
-def transformer_pieces(config: SeedVR2Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: SeedVR2Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: SeedVR2Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     yield from linear_pieces("time_in", [("emb_in.proj_in", dim)], NUM_WAVES)
     yield from linear_pieces("time_hidden", [("emb_in.proj_hid", dim)], dim)

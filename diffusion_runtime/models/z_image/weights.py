@@ -13,12 +13,8 @@ from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, up_down
 _PATCH = "2-1"
 
 
-def transformer_pieces(config: ZImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, narrow = config.dim, config.conditioning_dim
     yield from linear_pieces("patch_embedding", [(f"all_x_embedder.{_PATCH}", dim)], config.patch_channels)
     hidden = config.timestep_hidden_dim
