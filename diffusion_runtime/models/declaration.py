@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import fnmatch
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -27,8 +28,8 @@ from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames
+from diffusion_runtime.weights.pieces import NamedPieces
 from diffusion_runtime.weights.weight_loading import Arrange
 
 # The transformer's config of a family.
@@ -108,6 +109,7 @@ class Requests:
 
     defaults: Mapping[str, Any]
     fields: tuple[str, ...] = ()
+    takes_guidance: bool = True
     guidance_offset: float = 0.0
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
@@ -228,15 +230,20 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Generic[C]):
-    """Weights of a family's transformers. pieces: our parameter name -> the checkpoint tensors that fill it.
-    lora_names: names of its modules in LoRA files. stays_float32: parameters that are not converted to the model's
-    dtype. The others are as in TransformerWeights, of every model of the family; `adapt` sets what a config decides."""
+    """Weights of a family's transformers. pieces: our parameter names, and the checkpoint tensors that fill each.
+    lora_names: names of its modules in LoRA files. float32: patterns, with `*`, of our names of the parameters that are
+    not converted to the model's dtype. The others are as in TransformerWeights, of every model of the family; `adapt`
+    sets what a config decides."""
 
-    pieces: Callable[[C], Mapping[str, tuple[Piece, ...]]]
+    pieces: Callable[[C], Iterator[NamedPieces]]
     lora_names: LoraNames
-    stays_float32: Callable[[str], bool] = lambda _: False
+    float32: tuple[str, ...] = ()
     joined_components: tuple[str, ...] = ()
     shares_joined: bool = False
     prepare: Callable[[nn.Module, Collection[str]], object] | None = None
     is_ignored: Callable[[str], bool] = lambda _: False
     arrange: Arrange | None = None
+
+    def stays_float32(self, name: str) -> bool:
+        """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.float32)

@@ -30,11 +30,11 @@ class Flux1TransformerConfig:
     num_single_layers: int = config_fields.layer_count("num_single_layers")
     num_heads: int = config_fields.whole_number("num_attention_heads")
     head_dim: int = config_fields.whole_number("attention_head_dim")
+    num_channels: int
     text_dim: int = config_fields.whole_number("joint_attention_dim")
     pooled_dim: int | None = config_fields.whole_number("pooled_projection_dim")
     embeds_guidance: bool = config_fields.flag("guidance_embeds", False)
     axes: tuple[int, ...] = config_fields.rotary_axes("axes_dims_rope", (16, 56, 56))
-    num_channels: int
     condition_channels: int = 0
     num_waves: int = 256
     eps: float = 1e-6

@@ -30,12 +30,7 @@ from diffusion_runtime.weights.pieces import (
 NUM_WAVES = 256
 
 # Layer norms with weights: small, and computed in float32.
-_FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm"})
-
-
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return not _FLOAT32_PARTS.isdisjoint(name.split("."))
+FLOAT32 = ("*.norm.*", "*.feed_forward_norm.*")
 
 
 def transformer_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:

@@ -25,12 +25,7 @@ NUM_WAVES = 256
 GLYPH_HIDDEN_DIM = 2048
 
 # Layer norms with weights: small, and computed in float32.
-_FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm", "norm_in", "norm_out"})
-
-
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return not _FLOAT32_PARTS.isdisjoint(name.split("."))
+FLOAT32 = ("*.norm.*", "*.feed_forward_norm.*", "*.norm_in.*", "*.norm_out.*")
 
 
 def transformer_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:

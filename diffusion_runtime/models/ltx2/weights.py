@@ -34,12 +34,7 @@ NUM_WAVES = 256
 KEYFRAME_MARKER = "keyframes_abs_pos_embedding"
 
 # Rows that are added to float32 rows of the timestep.
-_FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulation", "out_modulation"})
-
-
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return name.rpartition(".")[2] in _FLOAT32_PARTS
+FLOAT32 = ("*.modulation", "*.text_modulation", "*.exchange_modulation", "*out_modulation")
 
 
 def transformer_pieces(config: LTX2Config) -> Iterator[NamedPieces]:

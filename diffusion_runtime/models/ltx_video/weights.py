@@ -13,11 +13,8 @@ from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
 from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
 
-
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype: rows that are
-    added to float32 rows of the timestep."""
-    return name.rpartition(".")[2] in ("modulation", "out_modulation")
+# Rows that are added to float32 rows of the timestep.
+FLOAT32 = ("*.modulation", "out_modulation")
 
 
 def transformer_pieces(config: LTXVideoConfig) -> Iterator[NamedPieces]:

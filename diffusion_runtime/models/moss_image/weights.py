@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diffusion_runtime.models.moss_image.config import MossImageConfig
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, each
 from diffusion_runtime.weights.pieces import (
     NamedPieces,

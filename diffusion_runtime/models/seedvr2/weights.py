@@ -19,10 +19,8 @@ _TABLE = tuple(f"{layer}_{kind}" for layer in ("attn", "mlp") for kind in ("shif
 _UNREAD = re.compile(r"(positive_conditioning|negative_conditioning|blocks\.\d+\.attn\.rope\.rope\.freqs)")
 
 
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype: the tables of
-    modulation, which are added to float32."""
-    return name.endswith("table")
+# The tables of modulation, which are added to float32.
+FLOAT32 = ("*table",)
 
 
 def unread_tensors(config: SeedVR2Config) -> Callable[[str], bool]:
