@@ -489,9 +489,7 @@ class PreparedModel:
         def load() -> LatentDecoder:
             if self.tiny is not None:
                 return self.tiny.load(self.device, self.dtype)
-            decoder = self.model.load_decoder(self.device, self.dtype)
-            if config.vae_decode == "fast":
-                decoder = decoder.fast()
+            decoder = self.model.load_decoder(self.device, self.dtype).in_mode(config.vae_decode)
             if self.decoder_attention is not None:
                 decoder = decoder.attending(self.decoder_attention)
             return decoder.in_tiles(config.vae_tiling)

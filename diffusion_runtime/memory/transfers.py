@@ -18,8 +18,8 @@ _cuda: Any = torch.cuda
 
 @dataclass(frozen=True)
 class CopyToHost:
-    """Tensors on their way to the machine's memory. values: those in it. wait: returns when they are written; None where
-    they are already."""
+    """Tensors on their way to the machine's memory. values: those in it. wait: returns when they are written; None
+    where they are already."""
 
     values: tuple[torch.Tensor, ...]
     wait: Callable[[], object] | None = None

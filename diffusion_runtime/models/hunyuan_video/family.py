@@ -125,7 +125,7 @@ FAMILY = ModelFamily(
         load_encoder=of_clips(load_image_conditioner),
         tiny_decoders={16: "taehv"},
         is_shared=True,
-        is_fast=True,
+        modes=("fast",),
         tiling=_tiling,
     ),
     read_config=read_transformer_config,

@@ -79,7 +79,7 @@ FAMILY = ModelFamily(
         load_encoder=codec.load_clip_encoder,
         tiny_decoders={32: "taehv1_5"},
         is_shared=True,
-        is_fast=True,
+        modes=("fast",),
         tiling=codec.tiling,
     ),
     read_config=read_transformer_config,

@@ -149,7 +149,7 @@ FAMILY = ModelFamily(
     decoding=Decoding(
         load=codec.load_decoder,
         tiny_decoders={128: "taeltx_2"},
-        is_fast=True,
+        modes=("fast",),
         tiling=codec.tiling,
         named={
             diffusion_decoder.NAME: NamedDecoder(

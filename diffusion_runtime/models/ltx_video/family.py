@@ -107,7 +107,10 @@ FAMILY = ModelFamily(
         shapes=lambda folder, config: TextShapes(((_max_tokens(folder), config.text_dim),)), load=_load_text_encoder
     ),
     decoding=Decoding(
-        load=codec.load_decoder, load_encoder=of_clips(codec.load_image_conditioner), is_fast=True, tiling=codec.tiling
+        load=codec.load_decoder,
+        load_encoder=of_clips(codec.load_image_conditioner),
+        modes=("fast",),
+        tiling=codec.tiling,
     ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,

@@ -85,7 +85,13 @@ FAMILY = ModelFamily(
         load=load_text_encoder,
     ),
     # It decodes in tiles without being asked, which processes share.
-    decoding=Decoding(load=codec.load_decoder, is_shared=True, tiling=codec.tiling, attention=codec.decoder_attention),
+    decoding=Decoding(
+        load=codec.load_decoder,
+        is_shared=True,
+        modes=("fp8",),
+        tiling=codec.tiling,
+        attention=codec.decoder_attention,
+    ),
     read_config=read_transformer_config,
     config_of_file=config_of_file,
     read_geometry=read_geometry,

@@ -173,7 +173,7 @@ FAMILY = ModelFamily(
         tiny_decoders={16: "taew2_1"},
         is_shared=True,
         tiling=causal_tiling,
-        is_fast=True,
+        modes=("fast",),
     ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
