@@ -553,8 +553,11 @@ def fill_transformer(
     transformer: DiffusionTransformer,
     offloading: Offloading | None,
     load: Callable[[RoomFor], object],
+    *,
+    touches: bool = False,
 ) -> None:
-    """load: fills the weights where it is told to."""
+    """load: fills the weights where it is told to. touches: whether one thread does (HostArena.touch); files are read
+    by several."""
     if offloading is None:
         load(no_room)
         return
@@ -562,6 +565,8 @@ def fill_transformer(
 
     def room_for(component: str, module: nn.Module) -> MakeEmpty:
         arenas[component] = arena_for(module)
+        if touches:
+            arenas[component].touch()
         return arenas[component].empty
 
     load(room_for)
