@@ -1,7 +1,7 @@
 """Fields of a config that a component's config.json sets: each declared once, by its key, its kind and the value that
 published files leave out.
 
-    @dataclass(frozen=True)
+    @config_fields.config
     class SomeConfig:
         num_layers: int = config_fields.layer_count("num_layers")
         num_heads: int = config_fields.whole_number("num_attention_heads", 24)
@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 from diffusion_runtime.core.model_folder import ConfigFile
 
+T = TypeVar("T")
 _KEY = "diffusion_runtime.config_field"
 _ONLY = "the only value this family runs"
 # (the file, prefix of its keys, values of the fields before) -> the value.
@@ -116,6 +117,26 @@ def equal_channels(default: int | None = None, *, default_out: int | None = None
 def constant(value: Any) -> Any:
     """Declare a value that no key sets, in place of what the class that a config stands on declares."""
     return _declared((), lambda *_: value)
+
+
+@dataclass_transform(
+    frozen_default=True,
+    field_specifiers=(
+        whole_number,
+        layer_count,
+        even_number,
+        number,
+        flag,
+        rotary_axes,
+        ffn_width,
+        token_patch,
+        equal_channels,
+        constant,
+    ),
+)
+def config(made: type[T]) -> type[T]:
+    """Make a frozen dataclass whose fields may be declared by the functions above."""
+    return dataclasses.dataclass(frozen=True)(made)
 
 
 def _fields(config: type) -> dict[str, _Declared]:

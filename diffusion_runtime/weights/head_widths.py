@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 
 _HIDDEN_RATIO = 4
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class HeadWidths:
     """num_heads of head_dim channels each; dim: of a token, ffn_dim: within the feed-forward network."""
 

@@ -9,7 +9,6 @@ Shapes in this file: B batch, L tokens of T5, N tokens of the language model, D 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +50,7 @@ MODULES = (
 MODULES_AROUND = ("embed", "in_proj", "out_proj", "norm")
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class ConditionerConfig:
     """Sizes of the text conditioner. source_dim: of the language model's states; vocab_size: of T5's tokens;
     min_tokens: what its tokens are filled up to with zeros, which the transformer attends to."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
@@ -27,7 +25,7 @@ _WITH_FIXED = (
 )
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class AnimaTransformerConfig:
     """Sizes of an Anima transformer.
 

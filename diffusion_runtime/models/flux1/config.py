@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_config, read_index
@@ -16,7 +14,7 @@ PATCH = (1, 2, 2)
 _LATENTS_A_TOKEN = 4
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class Flux1TransformerConfig:
     """Sizes of a FLUX.1 transformer.
 

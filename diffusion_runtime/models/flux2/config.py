@@ -25,7 +25,7 @@ class Flux2PipelineConfig:
     caches_references: bool = False
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class Flux2TransformerConfig:
     """Sizes of a FLUX.2 transformer.
 

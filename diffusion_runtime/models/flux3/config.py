@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_config, read_index
@@ -13,7 +11,7 @@ from diffusion_runtime.models.flux2.config import Flux2TransformerConfig, geomet
 BASE, DISTILLED = "Flux3Pipeline", "Flux3DistilledPipeline"
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class Flux3TransformerConfig(Flux2TransformerConfig):
     """Sizes of a FLUX.3 transformer. num_double_layers: blocks of each kind of tokens; num_single_layers: of all
     tokens. is_flow_map: whether the timestep that a step leads to is an input."""

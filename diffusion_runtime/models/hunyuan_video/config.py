@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
@@ -16,7 +14,7 @@ LATENT_CONCAT, TOKEN_REPLACE = "latent_concat", "token_replace"
 _FIXED = {"qk_norm": "rms_norm"}
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class HunyuanVideoConfig:
     """Sizes of a HunyuanVideo transformer.
 

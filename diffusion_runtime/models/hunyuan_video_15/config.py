@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import (
@@ -17,7 +15,7 @@ TASKS = ("t2v", "i2v")
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class HunyuanVideo15Config:
     """Sizes of a HunyuanVideo-1.5 transformer.
 

@@ -34,7 +34,7 @@ class BlockSizes:
         return self.num_kv_heads * self.head_dim
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class Krea2TransformerConfig:
     """Sizes of a Krea 2 transformer.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.errors import ModelLoadError, shown
@@ -32,7 +30,7 @@ _READ_HERE = (
 )
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class StreamConfig(HeadWidths):
     """Sizes of one stream, the video's or the sound's. num_channels: of a token of latents. text_dim: of its text
     embeddings. has_gates: whether its attention layers have a gate for each head, as since LTX-2.3. has_ffn_bias:
@@ -44,7 +42,7 @@ class StreamConfig(HeadWidths):
     has_ffn_bias: bool = config_fields.flag("ff_bias", True)
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class LTX2Config:
     """Sizes of an LTX-2 transformer.
 

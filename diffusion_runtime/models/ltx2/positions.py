@@ -6,7 +6,6 @@ A token is at the middle of its extent, as a fraction of the longest and widest 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +16,7 @@ from diffusion_runtime.layers.rope import by_head, extent_paces, grid_extent_rot
 AUDIO_FACTOR = 4
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class PositionRules:
     """Rules of rotary positions. theta: the quickest pace, as a multiple of the slowest. is_double: whether paces are
     computed in float64.

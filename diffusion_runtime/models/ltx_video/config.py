@@ -27,7 +27,7 @@ _FIXED: dict[str, object] = {
 }
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class LTXVideoConfig(HeadWidths):
     """Sizes of an LTX-Video transformer.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
@@ -22,7 +21,7 @@ _AXES = 3
 PATCH = (1, 2, 2)
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class MiniMaxH3Config:
     """Sizes of a MiniMax-H3 transformer.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
@@ -13,7 +11,7 @@ from diffusion_runtime.models.flux2.config import FOLD, geometry_of
 NUM_AXES = 4
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class MossImageConfig:
     """Sizes of a MOSS-Image transformer. num_text_blocks: of the text alone, before picture and text meet; theta: of
     the rotary positions; num_waves: of the sinusoidal timestep."""

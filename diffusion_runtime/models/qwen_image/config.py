@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
@@ -19,7 +17,7 @@ FIXED = {"patch_size": _SIDE, **dict.fromkeys(("guidance_embeds", "use_additiona
 UNREAD = ("pooled_projection_dim",)
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class QwenImageTransformerConfig:
     """Sizes of a Qwen-Image transformer.
 

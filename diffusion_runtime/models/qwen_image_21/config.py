@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
@@ -13,7 +11,7 @@ PATCH = (1, 1, 1)
 _SIDE = 2
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class QwenImage21TransformerConfig:
     """Sizes of a Qwen-Image 2.1 transformer.
 

@@ -7,7 +7,6 @@ have.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
@@ -20,7 +19,7 @@ _MULTIPLE = 256
 _FIXED = {"patch_size": list(PATCH), "window": list(COUNTS), "qk_bias": False}
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class SeedVR2Config:
     """Sizes of a SeedVR2 transformer.
 

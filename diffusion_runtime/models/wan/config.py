@@ -72,7 +72,7 @@ TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline", CAUSAL_PIPELINE, *FLOW_MAP_PI
 IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class WanTransformerConfig:
     """Sizes of a Wan transformer.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
@@ -17,7 +15,7 @@ _FIXED = {"all_patch_size": [2], "all_f_patch_size": [1], "siglip_feat_dim": Non
 _UNREAD = ("nheads", "axes_lens")
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class ZImageTransformerConfig:
     """Sizes of a Z-Image transformer.
 
