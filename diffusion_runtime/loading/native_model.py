@@ -554,9 +554,9 @@ def fill_transformer(
     offloading: Offloading | None,
     load: Callable[[RoomFor], object],
     *,
-    touches: bool = False,
+    takes_pages: bool = False,
 ) -> None:
-    """load: fills the weights where it is told to. touches: whether one thread does (HostArena.touch); files are read
+    """load: fills the weights where it is told to. takes_pages: whether one thread does (HostArena.take_pages); files are read
     by several."""
     if offloading is None:
         load(no_room)
@@ -565,8 +565,8 @@ def fill_transformer(
 
     def room_for(component: str, module: nn.Module) -> MakeEmpty:
         arenas[component] = arena_for(module)
-        if touches:
-            arenas[component].touch()
+        if takes_pages:
+            arenas[component].take_pages()
         return arenas[component].empty
 
     load(room_for)

@@ -51,7 +51,7 @@ class HostArena:
         assert self._used <= self.num_bytes, "the arena was made for fewer tensors"
         return self.bytes[begin : begin + num_bytes].view(dtype).view(shape)
 
-    def touch(self) -> None:
+    def take_pages(self) -> None:
         """Write all pages once, by all cores, for a part that one thread fills: the system gives pages when they are
         first written, and one thread takes them at 1 GB a second."""
         self.bytes.zero_()
