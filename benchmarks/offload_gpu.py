@@ -151,6 +151,7 @@ def build_model(
         empty,
         offloading,
         lambda room_for: fill_randomly(model, empty, device, DTYPE, room_for=room_for),
+        takes_pages=True,
     )
     return Loaded(empty, offloading, plan, time.perf_counter() - begin)
 

@@ -53,7 +53,7 @@ MAX_MODEL_FOLDERS = 64
 # Of lists in lists, in keywords of a pipeline.
 MAX_ARGUMENT_DEPTH = 4
 ORDERS = ("ulysses_inside_ring", "ring_inside_ulysses")
-VAE_DECODE_MODES = ("exact", "fast")
+VAE_DECODE_MODES = ("exact", "fast", "fp8")
 QUANTIZATION_MODES = ("none", "fp8", "fp8-all", "int8")
 VAE_TILING_CHOICES = ("auto", "on", "off")
 # Pixels; the least is two latents of the coarsest decoder.
@@ -460,7 +460,7 @@ class RuntimeConfig:
     lora: files merged into the transformer, one after the other, each in any form LoraConfig.parse takes; held as
     LoraConfig values.
     vae_decode: `exact` decodes latents to the bits of diffusers' decoder; `fast` keeps the channels of a pixel together
-        instead, which gives frames that differ by rounding.
+        instead, which gives frames that differ by rounding; `fp8` multiplies in 8-bit floats (MiniMax-H3's decoder).
     vae_tiling: whether latents are decoded in tiles, which needs less memory; tiles of FLUX.1, FLUX.2 and Z-Image give
         the frames of a whole decode, to rounding, others overlap and are blended, and differ. `auto` does
         as the model's authors do, and takes tiles where a whole decode does not fit; `on` and `off` as they say;
@@ -590,7 +590,7 @@ class RuntimeConfig:
         OUTPUT,
         "exact",
         OneOf(VAE_DECODE_MODES),
-        Flag("exact: diffusers' bits; fast: differs by rounding.", "MODE", bench_help="Of ours: exact, fast."),
+        Flag("exact (diffusers' bits), fast (to rounding), fp8.", "MODE", bench_help="Of ours: exact, fast, fp8."),
         _DECODES,
     )
     vae_tiling: str = option(

@@ -25,14 +25,20 @@ def sound_denoiser(policy: AttentionPolicy, *, head_dim: int = 8) -> LTX2Transfo
     """In float32 on the CPU; the same weights at every call."""
     for role, category in FAMILY.roles:
         register_role(role, category)
+    sizes = {"num_heads": 4, "text_dim": TEXT_DIM, "has_gates": False, "has_ffn_bias": True}
     config = LTX2Config(
-        video=StreamConfig(num_heads=4, head_dim=head_dim, num_channels=4, text_dim=TEXT_DIM),
-        audio=StreamConfig(num_heads=4, head_dim=head_dim // 2, num_channels=6, text_dim=TEXT_DIM),
+        video=StreamConfig(**sizes, head_dim=head_dim, num_channels=4),
+        audio=StreamConfig(**sizes, head_dim=head_dim // 2, num_channels=6),
         num_layers=2,
         eps=1e-6,
         gate_factor=1.0,
         turns_halves=False,
         positions=PositionRules(100.0, True, 1, (8, 32, 32), (20, 2048, 2048), 4, 160, 16000, 20),
+        projects_text=True,
+        modulates_text=False,
+        text_follows_time=False,
+        can_skip_attention=False,
+        marks_keyframes=False,
     )
     torch.manual_seed(0)
     model = LTX2Transformer(config, GEOMETRY, policy).requires_grad_(False).eval()

@@ -80,7 +80,7 @@ def tiny_transformer(folder: Path) -> dict[str, Any]:
     from diffusion_runtime.models.seedvr2.weights import transformer_pieces
 
     config = read_transformer_config(folder)
-    shapes = {piece.name: piece.shape for pieces in transformer_pieces(config).values() for piece in pieces}
+    shapes = {piece.name: piece.shape for _, pieces in transformer_pieces(config) for piece in pieces}
     tensors = _random(shapes, 0)
     for index in range(config.num_layers):
         tensors[f"blocks.{index}.attn.rope.rope.freqs"] = torch.zeros(config.head_dim // 6)

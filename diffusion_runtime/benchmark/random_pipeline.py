@@ -142,7 +142,7 @@ def random_decoder(prepared: InspectableModel, folder: Path) -> LatentDecoder:
                 # A low-pass filter keeps the mean. Of ones, sound grows twelvefold per upsampling until it overflows.
                 tensor.div_(tensor.shape[-1])
         for key, _ in module.named_parameters():
-            draw_weight(key, tensors[key])
+            draw_weight(key, tensors[key], prepared.device)
         write_tensors(folder / component.name / "diffusion_pytorch_model.safetensors", tensors)
     decoder = prepared.model.load_decoder(prepared.device, prepared.dtype)
-    return decoder.fast() if prepared.description.config.vae_decode == "fast" else decoder
+    return decoder.in_mode(prepared.description.config.vae_decode)

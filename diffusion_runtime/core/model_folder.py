@@ -350,11 +350,6 @@ class ConfigFile:
             raise self.error(key, f"a whole number from {minimum} to {maximum}", value)
         return value
 
-    def sizes(self, table: Mapping[str, tuple[str, int]], minimum: int = 1) -> dict[str, int]:
-        """Return integers as fields of a config. table: key -> the field, and its value where the key is left out.
-        Raises what `whole_number` raises."""
-        return {field: self.whole_number(key, default, minimum) for key, (field, default) in table.items()}
-
     def layer_count(self, key: str, default: int | None = None) -> int:
         """Return a number of layers. Raises ModelLoadError when it is missing or something else."""
         return self.whole_number(key, default, maximum=MAX_LAYERS)
@@ -424,11 +419,11 @@ class ConfigFile:
                 )
 
     def refuse_other_values(self, fixed: Mapping[str, object], why: str) -> None:
-        """Raises ModelLoadError for a key of `fixed` with another value, or one of another type, than it has there; a
+        """Raises ModelLoadError for a key of `fixed` with another value than it has there; true is not 1; a
         key may be missing. why: that value, for the message."""
         for key, only in fixed.items():
             value = self.values.get(key, only)
-            if value != only or type(value) is not type(only):
+            if value != only or isinstance(value, bool) != isinstance(only, bool):
                 raise self.error(key, f"{shown(only)}, {why}", value)
 
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:

@@ -116,6 +116,15 @@ class LatentDecoder(ABC):
         """Return the same decoder in its quickest mode, whose frames differ by rounding; itself where it has none."""
         return self
 
+    def in_fp8(self) -> LatentDecoder:
+        """Return the same decoder with the products of its blocks in 8-bit floats, which its weights are quantised for
+        in place; itself where it has no such mode."""
+        return self
+
+    def in_mode(self, mode: str) -> LatentDecoder:
+        """Return the same decoder in a mode of RuntimeConfig.vae_decode."""
+        return {"fast": self.fast, "fp8": self.in_fp8}[mode]() if mode != "exact" else self
+
     def in_tiles(self, choice: str) -> LatentDecoder:
         """Return the same decoder, decoding in tiles that are blended, or all at once. choice: a value of
         RuntimeConfig.vae_tiling. Raises ConfigError for one without tiles."""

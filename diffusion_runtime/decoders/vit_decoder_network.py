@@ -19,6 +19,7 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.kernels.modulated_norm.api import Branch, Norm, modulated_norm
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
+from diffusion_runtime.layers.eight_bit_linear import input_of
 from diffusion_runtime.layers.linear import Linear
 from diffusion_runtime.layers.norm import LayerNorm, RMSNorm
 
@@ -180,7 +181,9 @@ class VitAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, call: _Call) -> torch.Tensor:
         """[batch, tokens, dim] to a new tensor like it."""
-        q, k, v = (layer(x).unflatten(2, (1, self.num_heads, -1)) for layer in (self.to_q, self.to_k, self.to_v))
+        layers = self.to_q, self.to_k, self.to_v
+        given = input_of(layers, x)
+        q, k, v = (layer(given).unflatten(2, (1, self.num_heads, -1)) for layer in layers)
         (q,) = norm_rope(q, (call.ones,), self.eps, call.rotations)
         (k,) = norm_rope(k, (call.ones,), self.eps, call.rotations)
         out: torch.Tensor = self.to_out[0](call.attention(q, k, v[:, :, 0], call.context).flatten(2))

@@ -24,6 +24,8 @@ from diffusion_runtime.decoders.interface import FrameStream, LatentDecoder
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.vit_decoder_network import VitDecoderSizes, VitVideoAutoencoder
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.layers.eight_bit_linear import ProductCounter
+from diffusion_runtime.layers.fp8_linear import Fp8Linear, multiply_in_fp8
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
@@ -121,6 +123,11 @@ class VitVideoDecoder(LatentDecoder):
         other._set_tiles(self._tiling.chosen(choice))
         return other
 
+    def in_fp8(self) -> LatentDecoder:
+        multiply_in_fp8(self._autoencoder.decoder.transformer_blocks, ProductCounter())
+        self._set_tiles(self._tiles)
+        return self
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         return torch.cat([torch.cat(list(self.stream(each).chunks), dim=1) for each in torch.split(latents, 1)])
 
@@ -205,7 +212,9 @@ class VitVideoDecoder(LatentDecoder):
         self.chosen = f"role {self._attention.layer.role}"
         how = "" if tiles is None else f", in {tiles.text.partition(',')[0]} or more"
         q = torch.empty(1, 1, self._sizes.num_heads, self._sizes.head_dim, dtype=self._dtype, device=self._device)
-        self.implementation = f"{self._autoencoder.class_name}, {self._attention.backend_of(q)}{how}"
+        blocks = self._autoencoder.decoder.transformer_blocks
+        products = ", fp8 products" if any(isinstance(layer, Fp8Linear) for layer in blocks.modules()) else ""
+        self.implementation = f"{self._autoencoder.class_name}, {self._attention.backend_of(q)}{products}{how}"
 
 
 def batch_size(autoencoder: VitVideoAutoencoder, num_tiles: int, grid: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.media import Audio, ClipHeader
 from diffusion_runtime.media.audio import has_sound, read_long_sound, read_sound
 from diffusion_runtime.media.file_writer import FrameSink
+from diffusion_runtime.memory.transfers import CopyToHost, begin_copy_to_host
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.rules.batch_settings import BatchSettings
 
@@ -113,8 +115,7 @@ def decode_frames(
     Raises DiffusionRuntimeError for frames that are not numbers, which would be black.
     """
     frames, position, take = torch.empty(0), 0, None
-    for chunk in stream.chunks:
-        pixels = to_pixels(chunk[0], position)
+    for pixels in _pixels_of(stream):
         if position == 0:
             is_whole = len(pixels) == stream.num_frames
             frames = pixels if is_whole else _room_for((stream.num_frames, *pixels.shape[1:]))
@@ -129,6 +130,25 @@ def decode_frames(
             take(part.numpy())
         position += len(pixels)
     return frames
+
+
+def _pixels_of(stream: FrameStream) -> Iterator[torch.Tensor]:
+    """Yield the chunks of a stream as pixels on the CPU. Where copies run beside kernels, each is handed over once the
+    next one is on its way: the device decodes on meanwhile."""
+    position, begun = 0, None
+    for chunk in stream.chunks:
+        following = _Pixels.of(chunk[0], position)
+        position += chunk.shape[1]
+        # A clip of float32 frames, which the next one needs room beside.
+        del chunk
+        if begun is not None:
+            yield begun.finish()
+        begun = following
+        if begun.copy.wait is None:
+            yield begun.finish()
+            begun = None
+    if begun is not None:
+        yield begun.finish()
 
 
 def _room_for(shape: tuple[int, ...]) -> torch.Tensor:
@@ -185,15 +205,37 @@ def interpolated(stream: FrameStream, settings: BatchSettings, interpolator: Fra
     return FrameStream(stream.num_frames * multiple, pairs())
 
 
+@dataclass(frozen=True)
+class _Pixels:
+    """Frames on their way to the CPU as uint8. position: of the first one in the clip. copy: of the pixels, and of
+    whether any of the frames is not a number; of pixels alone where they were made as such."""
+
+    position: int
+    copy: CopyToHost
+
+    @classmethod
+    def of(cls, frames: torch.Tensor, position: int) -> _Pixels:
+        """Begin with frames in [0, 1], or with pixels, which stay as they are."""
+        if frames.dtype == torch.uint8:
+            return cls(position, CopyToHost((frames,)))
+        # Before they are copied: torch would copy float32 and convert it on the CPU.
+        pixels = (frames * 255).round_().clamp_(0, 255).to(torch.uint8)
+        return cls(position, begin_copy_to_host(pixels, frames.isnan().any()))
+
+    def finish(self) -> torch.Tensor:
+        """Return the pixels. Raises DiffusionRuntimeError for frames that are not numbers."""
+        if self.copy.wait is not None:
+            self.copy.wait()
+        pixels, *is_damaged = self.copy.values
+        if any(map(bool, is_damaged)):
+            raise DiffusionRuntimeError(
+                f"the decoded frames from {self.position} on are not numbers (NaN): the decoder overflowed, or its "
+                "weights are damaged. Use dtype bfloat16 or float32, or copy the model again"
+            )
+        return pixels
+
+
 def to_pixels(frames: torch.Tensor, position: int) -> torch.Tensor:
     """Convert frames in [0, 1] to uint8 on the CPU; pixels stay as they are. position: of the first one in the clip.
     Raises DiffusionRuntimeError for frames that are not numbers."""
-    if frames.dtype == torch.uint8:
-        return frames
-    if bool(frames.isnan().any()):
-        raise DiffusionRuntimeError(
-            f"the decoded frames from {position} on are not numbers (NaN): the decoder overflowed, or its weights are "
-            "damaged. Use dtype bfloat16 or float32, or copy the model again"
-        )
-    # In two steps: in one, torch copies float32 and converts it on the CPU.
-    return (frames * 255).round_().clamp_(0, 255).to(torch.uint8).cpu()
+    return _Pixels.of(frames, position).finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -169,6 +169,14 @@ class EightBitLinear(Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {dtype_name(self.weight.dtype)} by row"
+
+
+def input_of(layers: Sequence[Linear], x: torch.Tensor) -> LinearInput:
+    """Return x as the input of several layers: quantised once where all of them multiply in 8 bits alike."""
+    first = layers[0]
+    if not isinstance(first, EightBitLinear) or not all(type(each) is type(first) for each in layers):
+        return x
+    return QuantizedTokens(first.quantize_input(x), x.shape) if all(each.takes_quantized(x) for each in layers) else x
 
 
 def dtype_name(dtype: torch.dtype) -> str:

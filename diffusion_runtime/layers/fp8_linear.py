@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from diffusion_runtime.kernels.fp8_rows.api import (
     QuantizedRows,
@@ -14,7 +15,8 @@ from diffusion_runtime.kernels.fp8_rows.api import (
     quantize_rows,
 )
 from diffusion_runtime.kernels.fp8_rows.reference import dequantize
-from diffusion_runtime.layers.eight_bit_linear import EightBitLinear, dtype_name
+from diffusion_runtime.layers.eight_bit_linear import EightBitLinear, EightBits, ProductCounter, dtype_name
+from diffusion_runtime.layers.linear import Linear
 
 WEIGHT_DTYPE = torch.float8_e4m3fn
 # How a product was computed, for reports.
@@ -56,3 +58,18 @@ class Fp8Linear(EightBitLinear):
         if self.weight.dtype != WEIGHT_DTYPE:
             return f"products need {dtype_name(WEIGHT_DTYPE)} weights, and the file has {dtype_name(self.weight.dtype)}"
         return product_refusal(device, dtype, self.in_features, self.out_features)
+
+
+@torch.no_grad()
+def multiply_in_fp8(module: nn.Module, counter: ProductCounter) -> None:
+    """Quantise the weights of a loaded module's linear layers in place, one after the other; those that a file has
+    quantised stay. counter: of the products."""
+    layers = [(name, layer) for name, layer in module.named_modules() if type(layer) is Linear]
+    for name, layer in layers:
+        EightBits(Fp8Linear).replace(module, name, counter)
+        made = module.get_submodule(name)
+        assert isinstance(made, Fp8Linear)
+        rows = made.quantize_weight(layer.weight.float())
+        made.weight.data, made.weight_scale.data, made.bias = rows.values, rows.scales, layer.bias
+        # Its memory, for the next.
+        layer.weight.untyped_storage().resize_(0)

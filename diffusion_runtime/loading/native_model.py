@@ -498,9 +498,7 @@ class PreparedModel:
         def load() -> LatentDecoder:
             if self.tiny is not None:
                 return self.tiny.load(self.device, self.dtype)
-            decoder = self.model.load_decoder(self.device, self.dtype)
-            if config.vae_decode == "fast":
-                decoder = decoder.fast()
+            decoder = self.model.load_decoder(self.device, self.dtype).in_mode(config.vae_decode)
             if self.decoder_attention is not None:
                 decoder = decoder.attending(self.decoder_attention)
             return decoder.in_tiles(config.vae_tiling)
@@ -564,8 +562,11 @@ def fill_transformer(
     transformer: DiffusionTransformer,
     offloading: Offloading | None,
     load: Callable[[RoomFor], object],
+    *,
+    takes_pages: bool = False,
 ) -> None:
-    """load: fills the weights where it is told to."""
+    """load: fills the weights where it is told to. takes_pages: whether one thread does (HostArena.take_pages); files are read
+    by several."""
     if offloading is None:
         load(no_room)
         return
@@ -573,6 +574,8 @@ def fill_transformer(
 
     def room_for(component: str, module: nn.Module) -> MakeEmpty:
         arenas[component] = arena_for(module)
+        if takes_pages:
+            arenas[component].take_pages()
         return arenas[component].empty
 
     load(room_for)

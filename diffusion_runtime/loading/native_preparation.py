@@ -214,6 +214,8 @@ def _devices_of(
     hardware = None if planned_on is None else planned_on.hardware
     device = resolve_device(_device_name(config, world)) if hardware is None else torch.device(hardware.platform)
     dtype = resolve_dtype(config.dtype, device)
+    if hardware is None:
+        model.family.decoding.check_products(config.vae_decode, device, dtype)
     check_combinations("native", ChosenRuntime(config))
     check_offload(config, device)
     # Before the processes meet, so that what cannot be shared is said at once.

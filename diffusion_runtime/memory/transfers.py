@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +14,29 @@ Copies: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 # Its functions have no annotations.
 _cuda: Any = torch.cuda
+
+
+@dataclass(frozen=True)
+class CopyToHost:
+    """Tensors on their way to the machine's memory. values: those in it. wait: returns when they are written; None
+    where they are already."""
+
+    values: tuple[torch.Tensor, ...]
+    wait: Callable[[], object] | None = None
+
+
+def begin_copy_to_host(*tensors: torch.Tensor) -> CopyToHost:
+    """Begin a copy behind everything computed so far. On a CUDA device it runs while more is computed, into pinned
+    memory; elsewhere it is over when this returns."""
+    if any(tensor.device.type != "cuda" for tensor in tensors):
+        return CopyToHost(tuple(tensor.cpu() for tensor in tensors))
+    values = tuple(
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        for tensor in tensors
+    )
+    event = _cuda.Event()
+    event.record(_cuda.current_stream(tensors[0].device))
+    return CopyToHost(values, event.synchronize)
 
 
 class Transfers:

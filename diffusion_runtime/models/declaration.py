@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import fnmatch
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,9 +27,10 @@ from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.denoising.flow_schedule import FlowSchedule
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
+from diffusion_runtime.kernels.fp8_rows.api import ALIGNMENT, product_refusal
 from diffusion_runtime.text_encoders.interface import TextEncoder
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames
+from diffusion_runtime.weights.pieces import NamedPieces
 from diffusion_runtime.weights.weight_loading import Arrange
 
 # The transformer's config of a family.
@@ -108,6 +110,7 @@ class Requests:
 
     defaults: Mapping[str, Any]
     fields: tuple[str, ...] = ()
+    takes_guidance: bool = True
     guidance_offset: float = 0.0
     schedule: FlowSchedule = field(default_factory=FlowSchedule)
     read_schedule: Callable[[SchedulerConfig], FlowSchedule] | None = None
@@ -178,8 +181,8 @@ class NamedDecoder:
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     """Decoder of a family. is_shared: whether several processes decode together, so that every one needs a decoder.
-    is_fast: whether the decoder has a `fast` mode; tiling: an autoencoder's module -> the decoder's tiles, None for one
-    that decodes at once alone; has_exact_tiles: whether these are Tiling.is_exact. tiny_decoders: number of latent
+    modes: of RuntimeConfig.vae_decode beside `exact`; tiling: an autoencoder's module -> the decoder's tiles, None for
+    one that decodes at once alone; has_exact_tiles: whether these are Tiling.is_exact. tiny_decoders: number of latent
     channels -> the name of the decoder for previews that TAEHV publishes for them. named: further ones of a folder.
     attention: makes the layer of a decoder that runs on one (LatentDecoder.attending), before any weight is read; its
     role is among the family's. load_encoder: the encoder of the same autoencoder, for pictures and videos that
@@ -190,18 +193,25 @@ class Decoding:
     is_shared: bool = False
     tiling: Callable[[Any], Tiling] | None = None
     has_exact_tiles: bool = False
-    is_fast: bool = False
+    modes: tuple[str, ...] = ()
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
     named: Mapping[str, NamedDecoder] = field(default_factory=dict)
     attention: Callable[[AnyFolder, AttentionPolicy], AttentionLayer] | None = None
 
     def check_mode(self, mode: str, family: str) -> None:
         """Check RuntimeConfig.vae_decode. Raises ConfigError where the decoder has no such mode."""
-        if mode == "fast" and not self.is_fast:
+        if mode not in ("exact", *self.modes):
+            has = f"modes exact and {self.modes[0]}" if self.modes else "one mode, exact"
             raise ConfigError(
-                f"vae_decode: fast: the decoder of {family} models has one mode, exact; leave out --vae-decode "
-                "(fast is for the decoders of videos and of Qwen-Image)"
+                f"vae_decode: {mode}: the decoder of {family} models has {has}; leave out --vae-decode (fast is for "
+                "the decoders of most videos and of Qwen-Image, fp8 for that of MiniMax-H3)"
             )
+
+    def check_products(self, mode: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Check RuntimeConfig.vae_decode on a device. Raises ConfigError for one that does not multiply so."""
+        refusal = product_refusal(device, dtype, ALIGNMENT, ALIGNMENT) if mode == "fp8" else None
+        if refusal is not None:
+            raise ConfigError(f"vae_decode: fp8: {refusal}; leave out --vae-decode")
 
     def check_tiling(self, choice: str, family: str, pixels: int) -> None:
         """Check RuntimeConfig.vae_tiling. pixels: of a latent that is denoised, a side. Raises ConfigError where the
@@ -228,15 +238,20 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Generic[C]):
-    """Weights of a family's transformers. pieces: our parameter name -> the checkpoint tensors that fill it.
-    lora_names: names of its modules in LoRA files. stays_float32: parameters that are not converted to the model's
-    dtype. The others are as in TransformerWeights, of every model of the family; `adapt` sets what a config decides."""
+    """Weights of a family's transformers. pieces: our parameter names, and the checkpoint tensors that fill each.
+    lora_names: names of its modules in LoRA files. float32: patterns, with `*`, of our names of the parameters that are
+    not converted to the model's dtype. The others are as in TransformerWeights, of every model of the family; `adapt`
+    sets what a config decides."""
 
-    pieces: Callable[[C], Mapping[str, tuple[Piece, ...]]]
+    pieces: Callable[[C], Iterator[NamedPieces]]
     lora_names: LoraNames
-    stays_float32: Callable[[str], bool] = lambda _: False
+    float32: tuple[str, ...] = ()
     joined_components: tuple[str, ...] = ()
     shares_joined: bool = False
     prepare: Callable[[nn.Module, Collection[str]], object] | None = None
     is_ignored: Callable[[str], bool] = lambda _: False
     arrange: Arrange | None = None
+
+    def stays_float32(self, name: str) -> bool:
+        """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.float32)

@@ -177,7 +177,7 @@ class Model(Generic[C, G]):
         return dataclasses.replace(
             self,
             config=config,
-            weights=dataclasses.replace(self.weights, pieces=lambda _: family.weights.pieces(config)),
+            weights=dataclasses.replace(self.weights, pieces=lambda _: dict(family.weights.pieces(config))),
             make_transformer=lambda policy: family.transformer(config, geometry, policy),
         )
 
@@ -203,16 +203,20 @@ def _unchanged(model: Model[C, G]) -> Model[C, G]:
     return model
 
 
+def _own_heads(config: Any) -> int:
+    return int(config.num_heads)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(Generic[C, G]):
     """One architecture: what its folders hold and how its parts are built. Its functions raise ModelLoadError that
     names the file and the key.
 
     name: for messages. roles: (role, category) of its attention layers. transformer: made of config, geometry and
-    attention choices. shared_heads: see Model.num_shared_heads. adapt: applies the folder's settings to the model that
-    follows from the declaration. temporal: see Sampling.temporal. config_of_file: (config, shapes of a single file's
-    tensors) -> the config of the transformer in it, in families with one transformer whose files differ in more than
-    the folder's json says.
+    attention choices. shared_heads: see Model.num_shared_heads. images: those that a folder's model takes. adapt:
+    applies the folder's settings to the model that follows from the declaration. temporal: see Sampling.temporal.
+    config_of_file: (config, shapes of a single file's tensors) -> the config of the transformer in it, in families with
+    one transformer whose files differ in more than the folder's json says.
     """
 
     name: str
@@ -225,8 +229,9 @@ class ModelFamily(Generic[C, G]):
     read_config: Callable[[AnyFolder], C]
     read_geometry: Callable[[AnyFolder], G]
     transformer: Callable[[C, G, AttentionPolicy], DiffusionTransformer]
-    shared_heads: Callable[[C], int | None]
+    shared_heads: Callable[[C], int | None] = _own_heads
     load_image_conditioner: Callable[[AnyFolder, torch.device, torch.dtype], ImageConditioner] | None = None
+    images: Callable[[AnyFolder, C, G], ImageInputs] = lambda *_: ImageInputs()
     adapt: Callable[[Model[C, G]], Model[C, G]] = _unchanged
     temporal: Callable[[C], TemporalFrequencies] | None = None
     config_of_file: Callable[[C, Mapping[str, tuple[int, ...]]], C] | None = None
@@ -266,6 +271,7 @@ class ModelFamily(Generic[C, G]):
                     geometry=geometry,
                     scheduler=scheduler,
                     schedule=self.requests.schedule_of(scheduler, self.name),
+                    takes_guidance=self.requests.takes_guidance,
                     guidance_offset=self.requests.guidance_offset,
                     guides_parts="modality_scale" in self.requests.fields,
                     temporal=None if self.temporal is None else self.temporal(config),
@@ -273,7 +279,7 @@ class ModelFamily(Generic[C, G]):
                 weights=TransformerWeights(
                     folder=folder,
                     family=self.name,
-                    pieces=lambda _: self.weights.pieces(config),
+                    pieces=lambda _: dict(self.weights.pieces(config)),
                     lora_names=self.weights.lora_names,
                     stays_float32=self.weights.stays_float32,
                     joined_components=self.weights.joined_components,
@@ -288,5 +294,6 @@ class ModelFamily(Generic[C, G]):
                 load_decoder=lambda device, dtype: self.decoding.load(folder, device, dtype),
                 load_image_conditioner=load_image_conditioner,
                 load_latent_encoder=load_latent_encoder,
+                inputs=self.images(folder, config, geometry),
             )
         )

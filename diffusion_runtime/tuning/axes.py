@@ -124,7 +124,7 @@ def _quantization(situation: Situation) -> list[Line]:
 
 def _decoder(situation: Situation) -> list[Line]:
     del situation
-    return [[Choice("fast decoding", runtime={"vae_decode": "fast"})]]
+    return [[Choice(f"{mode} decoding", runtime={"vae_decode": mode})] for mode in ("fast", "fp8")]
 
 
 def _progressive(situation: Situation) -> list[Line]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from diffusion_runtime.core import config_fields
 
 _HIDDEN_RATIO = 4
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class HeadWidths:
     """num_heads of head_dim channels each; dim: of a token, ffn_dim: within the feed-forward network."""
 
-    num_heads: int
-    head_dim: int
+    num_heads: int = config_fields.whole_number("num_attention_heads")
+    head_dim: int = config_fields.even_number("attention_head_dim")
 
     @property
     def dim(self) -> int:

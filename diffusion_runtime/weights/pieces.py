@@ -33,6 +33,12 @@ def norm_pieces(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
     yield f"{ours}.weight", (Piece(f"{theirs}.weight", (dim,)),)
 
 
+def convolution_pieces(ours: str, theirs: str, out_dim: int, kernel: tuple[int, ...]) -> Iterator[NamedPieces]:
+    """A convolution with a bias. kernel: channels of its input, and its extent along each axis."""
+    yield f"{ours}.weight", (Piece(f"{theirs}.weight", (out_dim, *kernel)),)
+    yield f"{ours}.bias", (Piece(f"{theirs}.bias", (out_dim,)),)
+
+
 def self_attention_pieces(
     ours: str, theirs: str, dim: int, inner_dim: int, head_dim: int, *, norms: tuple[str, str] = ("norm_q", "norm_k")
 ) -> Iterator[NamedPieces]:
@@ -132,10 +138,9 @@ def joint_attention_pieces(
     grid, text = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
     yield from linear_pieces(f"{ours}.qkv", [(f"{theirs}.{name}", dim) for name in grid], dim, bias=bias)
     yield from linear_pieces(f"{ours}.text_qkv", [(f"{theirs}.{name}", dim) for name in text], dim, bias=bias)
-    for mine, name in (("norm_q", "norm_q"), ("norm_k", "norm_k")):
-        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (head_dim,)),)
-    for mine, name in (("text_norm_q", "norm_added_q"), ("text_norm_k", "norm_added_k")):
-        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (head_dim,)),)
+    names = {"norm_q": "norm_q", "norm_k": "norm_k", "text_norm_q": "norm_added_q", "text_norm_k": "norm_added_k"}
+    for mine, name in names.items():
+        yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", head_dim)
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim, bias=bias)
     yield from linear_pieces(f"{ours}.text_out", [(f"{theirs}.to_add_out", dim)], dim, bias=bias)
 

@@ -32,7 +32,7 @@ from diffusion_runtime.models.flux3.config import Flux3TransformerConfig
 from diffusion_runtime.models.flux3.transformer import REFERENCE_ROLE, Flux3Transformer
 from diffusion_runtime.models.flux3.transformer import TEXT_ROLE as FLUX3_TEXT_ROLE
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer, GivenMedia, ImageCondition
-from diffusion_runtime.models.krea2.config import BlockSizes, Krea2TransformerConfig
+from diffusion_runtime.models.krea2.config import Krea2TransformerConfig
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
 from diffusion_runtime.models.minimax_h3.config import MiniMaxH3Config
 from diffusion_runtime.models.minimax_h3.geometry import MiniMaxH3Geometry
@@ -74,22 +74,22 @@ def flux1(policy: AttentionPolicy) -> DiffusionTransformer:
 
 
 def qwen_image(policy: AttentionPolicy) -> DiffusionTransformer:
-    config = QwenImageTransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, (4, 4, 4))
+    config = QwenImageTransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, (4, 4, 4), references_at_zero=False)
     return QwenImageTransformer(config, GEOMETRY, policy)
 
 
 def qwen_image_21(policy: AttentionPolicy) -> DiffusionTransformer:
-    config = QwenImage21TransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, 3, (4, 4, 4))
+    config = QwenImage21TransformerConfig(3, 4, 12, CHANNELS, TEXT_DIM, 3, (4, 4, 4), eps=1e-6)
     return QwenImage21Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
 
 def flux2(policy: AttentionPolicy) -> DiffusionTransformer:
-    config = Flux2TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, True, (2, 4, 4, 2))
+    config = Flux2TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, True, (2, 4, 4, 2), 2000.0, 256, 1e-6)
     return Flux2Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
 
 def flux2_cached(policy: AttentionPolicy) -> DiffusionTransformer:
-    sizes = (2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, False, (2, 4, 4, 2))
+    sizes = (2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, False, (2, 4, 4, 2), 2000.0, 256, 1e-6)
     config = Flux2TransformerConfig(*sizes, caches_references=True)
     return Flux2Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
@@ -97,7 +97,8 @@ def flux2_cached(policy: AttentionPolicy) -> DiffusionTransformer:
 def flux3(policy: AttentionPolicy) -> DiffusionTransformer:
     for role in (FLUX3_TEXT_ROLE, REFERENCE_ROLE):
         register_role(role, "cross")
-    config = Flux3TransformerConfig(2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, False, (2, 4, 4, 2))
+    sizes = (2, 2, 4, 12, CHANNELS, TEXT_DIM, 96, False, (2, 4, 4, 2), 10000.0, 256, 1e-6)
+    config = Flux3TransformerConfig(*sizes, caches_references=False, is_flow_map=False)
     return Flux3Transformer(config, ImageGeometry(CHANNELS, 16, 1, (1, 1, 1)), policy)
 
 
@@ -111,10 +112,10 @@ def krea2(policy: AttentionPolicy) -> DiffusionTransformer:
     """Four heads of queries and two of keys; as many of the language model's layers are six numbers wide."""
     for role in (LAYERS_ROLE, REFINER_ROLE):
         register_role(role, "cross")
-    joint, text = BlockSizes(4, 2, 12, 96), BlockSizes(2, 1, 3, 8)
-    sizes = {"num_layers": 2, "num_text_layers": TEXT_DIM // text.dim, "num_layer_blocks": 1, "num_refiner_blocks": 1}
+    widths = (4, 2, 12, 96, 2, 1, 6, 8)
+    sizes = {"num_layers": 2, "num_text_layers": TEXT_DIM // 6, "num_layer_blocks": 1, "num_refiner_blocks": 1}
     config = Krea2TransformerConfig(
-        joint, text, **sizes, num_channels=CHANNELS, axes=(4, 4, 4), theta=1000.0, num_waves=8, eps=1e-5
+        *widths, **sizes, patch_channels=4 * CHANNELS, axes=(4, 4, 4), theta=1000.0, num_waves=8, eps=1e-5
     )
     return Krea2Transformer(config, GEOMETRY, policy)
 
@@ -123,7 +124,7 @@ def anima(policy: AttentionPolicy) -> DiffusionTransformer:
     for role in (anima_roles.SELF_ROLE, anima_roles.STATES_ROLE):
         register_role(role, "cross")
     conditioner = ConditionerConfig(TEXT_DIM, 8, 12, 2, 1, 16, 300, min_tokens=9)
-    config = AnimaTransformerConfig(2, 4, 12, 96, CHANNELS, 1, 12, 8, (1e4, 4e4, 3e4), conditioner)
+    config = AnimaTransformerConfig(2, 4, 12, 96, CHANNELS, True, 12, 8, (1e4, 4e4, 3e4), conditioner)
     return AnimaTransformer(config, GEOMETRY, policy)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio
 from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
+from fp8_products import dequantized_product
 from safetensors.torch import load_file, save_file
 from tables import table
 
@@ -21,10 +22,12 @@ from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.vit_video_decoder import clips_of, tiles_of_axis
-from diffusion_runtime.errors import BackendUnavailableError, ModelLoadError, RequestError
+from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
+from diffusion_runtime.layers import fp8_linear
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.models.minimax_h3 import codec
+from diffusion_runtime.models.minimax_h3.family import FAMILY
 from diffusion_runtime.weights.file_kinds import kind_of
 
 # Of torch, on how diffusers normalises weights.
@@ -343,3 +346,38 @@ def test_settings_that_are_not_supported_are_refused_by_name(
     (tmp_path / "model_index.json").write_text((folder / "model_index.json").read_text())
     with pytest.raises(ModelLoadError, match=re.escape(message)):
         codec.check_decoding(ModelFolder(tmp_path))
+
+
+def test_products_of_the_decoder_in_8_bits_stay_near_those_of_bfloat16(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with 8-bit products, from the numbers that these are of."""
+    monkeypatch.setattr(fp8_linear, "product_refusal", lambda *_: None)
+    monkeypatch.setattr(fp8_linear, "multiply_rows", dequantized_product)
+    passes: list[torch.Size] = []
+    own_pass = fp8_linear.quantize_rows
+    monkeypatch.setattr(fp8_linear, "quantize_rows", lambda x, **kept: passes.append(x.shape) or own_pass(x, **kept))
+    latents = torch.randn(1, 4, 7, 3, 2, generator=torch.Generator().manual_seed(1))
+    exact, quick = (codec.load_decoder(folder, CPU, torch.bfloat16) for _ in range(2))
+    expected = exact.decode(latents)
+    made = quick.in_mode("fp8")
+    num_weights = len(passes)
+    assert num_weights == 2 * 6
+    found = made.decode(latents)
+    # A block's input is quantised once for q, k and v; then the outputs of attention, and what the network reads.
+    assert len(passes) - num_weights == 2 * 3
+    assert "fp8 products" in made.implementation
+    assert "fp8" not in exact.implementation
+    error = ((found - expected).square().mean() / expected.square().mean()).sqrt()
+    assert 1e-4 < float(error) < 0.05
+    weight = made._autoencoder.decoder.transformer_blocks[0].attn.to_q.weight
+    assert weight.dtype == torch.float8_e4m3fn
+
+
+def test_a_device_without_8_bit_products_is_refused_before_the_weights() -> None:
+    decoding = FAMILY.decoding
+    decoding.check_mode("fp8", "minimax_h3")
+    with pytest.raises(ConfigError, match="cpu has no 8-bit float products here; leave out --vae-decode"):
+        decoding.check_products("fp8", CPU, torch.bfloat16)
+    with pytest.raises(ConfigError, match="modes exact and fp8"):
+        decoding.check_mode("fast", "minimax_h3")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_products import dequantized_product
 from tiny_families import WRITERS, given_to, small_request
 
 from diffusion_runtime import Pipeline, RuntimeConfig, load_pipeline
@@ -46,11 +47,6 @@ def test_quantised_layers_hold_the_weights_and_are_counted(family: str, tmp_path
     assert row.count - once >= 2 * (len(replaced) - once - left_out)
     assert (row.count - once) % 2 == 0
     assert report.to_dict()["products"] == [{"implementation": row.implementation, "count": row.count}]
-
-
-def dequantized_product(x: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None) -> torch.Tensor:
-    """A product of 8-bit rows where there are none: of the same numbers, in bfloat16."""
-    return torch.nn.functional.linear(*(dequantize(rows, torch.bfloat16) for rows in (x, weight)), bias)
 
 
 @pytest.mark.parametrize("family", WRITERS)

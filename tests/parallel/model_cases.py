@@ -123,7 +123,8 @@ def _forward_with_sound(mesh: ProcessMesh) -> torch.Tensor:
 def _forward_with_references(mesh: ProcessMesh) -> torch.Tensor:
     """15 tokens of a grid, those of two images of other sizes, and texts of unequal lengths."""
     torch.manual_seed(0)
-    config = QwenImageTransformerConfig(2, 4, 12, num_channels=4, text_dim=8, axes=(4, 4, 4), num_waves=16)
+    sizes = {"num_channels": 4, "text_dim": 8, "axes": (4, 4, 4), "num_waves": 16}
+    config = QwenImageTransformerConfig(2, 4, 12, **sizes, references_at_zero=False)
     policy = AttentionPolicy(environment=None, mesh=mesh)
     model = QwenImageTransformer(config, LatentGeometry(4, 8, 1, PATCH), policy).requires_grad_(False).eval()
     for parameter in model.parameters():

@@ -9,7 +9,6 @@ Shapes in this file: B batch, L tokens of T5, N tokens of the language model, D 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import nn
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import LocalAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import TokenLayout
@@ -48,26 +48,21 @@ MODULES = (
     *("norm_self_attn", "norm_cross_attn", "norm_mlp", "mlp.0", "mlp.2"),
 )
 MODULES_AROUND = ("embed", "in_proj", "out_proj", "norm")
-_SIZES = {
-    **{"source_dim": ("source_dim", 1024), "target_dim": ("out_dim", 1024), "model_dim": ("dim", 1024)},
-    **{"num_attention_heads": ("num_heads", 16), "target_vocab_size": ("vocab_size", 32128)},
-    **{"min_sequence_length": ("min_tokens", 512)},
-}
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class ConditionerConfig:
     """Sizes of the text conditioner. source_dim: of the language model's states; vocab_size: of T5's tokens;
     min_tokens: what its tokens are filled up to with zeros, which the transformer attends to."""
 
-    source_dim: int
-    dim: int
-    out_dim: int
-    num_heads: int
-    num_layers: int
-    ffn_dim: int
-    vocab_size: int
-    min_tokens: int
+    source_dim: int = config_fields.whole_number("source_dim", 1024)
+    dim: int = config_fields.whole_number("model_dim", 1024)
+    out_dim: int = config_fields.whole_number("target_dim", 1024)
+    num_heads: int = config_fields.whole_number("num_attention_heads", 16)
+    num_layers: int = config_fields.layer_count("num_layers", 6)
+    ffn_dim: int = config_fields.ffn_width("mlp_ratio", 4.0)
+    vocab_size: int = config_fields.whole_number("target_vocab_size", 32128)
+    min_tokens: int = config_fields.whole_number("min_sequence_length", 512)
 
     @property
     def head_dim(self) -> int:
@@ -78,14 +73,11 @@ def read_conditioner_config(folder: AnyFolder) -> ConditionerConfig:
     """Read text_conditioner/config.json. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, CONDITIONER)
     fixed = {"use_self_attention": True, "use_layer_norm": False}
-    file.refuse_unknown((*_SIZES, *fixed, "num_layers", "mlp_ratio"))
-    file.refuse_other_values(fixed, "the only value this family runs")
-    sizes = file.sizes(_SIZES)
-    dim, num_heads = sizes["dim"], sizes["num_heads"]
-    if dim % (2 * num_heads):
-        raise file.error("model_dim", f"an even number for each of num_attention_heads, {num_heads}", dim)
-    num_layers, ffn_dim = file.layer_count("num_layers", 6), int(dim * file.number("mlp_ratio", 4.0))
-    return ConditionerConfig(**sizes, num_layers=num_layers, ffn_dim=ffn_dim)
+    config = ConditionerConfig(**config_fields.read_fields(ConditionerConfig, file, fixed=fixed))
+    if config.dim % (2 * config.num_heads):
+        expected = f"an even number for each of num_attention_heads, {config.num_heads}"
+        raise file.error("model_dim", expected, config.dim)
+    return config
 
 
 def conditioner_pieces(config: ConditionerConfig) -> Iterator[NamedPieces]:

@@ -36,7 +36,6 @@ FAMILY = ModelFamily(
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=AnimaTransformer,
-    shared_heads=lambda config: config.num_heads,
     weights=Weights(
         pieces=transformer_pieces,
         lora_names=LORA_NAMES,

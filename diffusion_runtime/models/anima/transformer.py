@@ -162,7 +162,7 @@ class AnimaTransformer(DiffusionTransformer):
         self.config = config
         self.geometry = geometry
         self.conditioner = TextConditioner(config.conditioner, policy)
-        channels = config.patch_channels // config.num_channels * (config.num_channels + config.num_mask_channels)
+        channels = config.patch_channels // config.num_channels * (config.num_channels + config.has_mask)
         self.patch_embedding = Linear(channels, config.dim, bias=False)
         self.timestep_up = Linear(config.dim, config.dim, bias=False)
         self.timestep_down = Linear(config.dim, 3 * config.dim, bias=False)
@@ -185,7 +185,7 @@ class AnimaTransformer(DiffusionTransformer):
         context = self.in_token_order(context, grid, latents.device)
         sharding, num_tokens, eps = context.sharding, math.prod(grid), self.config.eps
         # Nothing of a picture is padding: the mask is zero.
-        masked = F.pad(latents.to(self.out.weight.dtype), (0, 0) * 3 + (0, self.config.num_mask_channels))
+        masked = F.pad(latents.to(self.out.weight.dtype), (0, 0) * 3 + (0, self.config.has_mask))
         x = sharding.shard(self.patch_embedding(patchify(masked, PATCH)))
         keys = cached_for_prompt("text", inputs.text.embeddings, context, lambda: self._keys(inputs.text, context))
         rotations = cached_for_request("rotations", grid, context, lambda: self._rotations(grid, context))

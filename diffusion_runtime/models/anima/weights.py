@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from diffusion_runtime.models.anima.conditioner import CONDITIONER, MODULES, MODULES_AROUND, conditioner_pieces
 from diffusion_runtime.models.anima.config import AnimaTransformerConfig
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, each
 from diffusion_runtime.weights.pieces import (
     CrossNames,
@@ -23,14 +22,10 @@ from diffusion_runtime.weights.pieces import (
 )
 
 
-def transformer_pieces(config: AnimaTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict((*_transformer(config), *conditioner_pieces(config.conditioner)))
-
-
-def _transformer(config: AnimaTransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: AnimaTransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
-    in_dim = config.patch_channels // config.num_channels * (config.num_channels + config.num_mask_channels)
+    in_dim = config.patch_channels // config.num_channels * (config.num_channels + config.has_mask)
     yield from linear_pieces("patch_embedding", [("patch_embed.proj", dim)], in_dim, bias=False)
     yield from linear_pieces("timestep_up", [("time_embed.t_embedder.linear_1", dim)], dim, bias=False)
     yield from linear_pieces("timestep_down", [("time_embed.t_embedder.linear_2", 3 * dim)], dim, bias=False)
@@ -46,6 +41,7 @@ def _transformer(config: AnimaTransformerConfig) -> Iterator[NamedPieces]:
         yield from feed_forward_pieces(f"{ours}.feed_forward", f"{theirs}.ff", dim, config.ffn_dim, bias=False)
     yield from _modulation("out_modulation", "norm_out", config, 2)
     yield from linear_pieces("out", [("proj_out", config.patch_channels)], dim, bias=False)
+    yield from conditioner_pieces(config.conditioner)
 
 
 def _modulation(ours: str, theirs: str, config: AnimaTransformerConfig, num_rows: int) -> Iterator[NamedPieces]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError
@@ -13,24 +12,9 @@ CONTROL, FILL = "FluxControlPipeline", "FluxFillPipeline"
 # Four latents per token. The checkpoint's own patch_size is 1: its pipeline folds them before.
 PATCH = (1, 2, 2)
 _LATENTS_A_TOKEN = 4
-# Channels of a head that carry (an axis images do not use, row, column), where config.json does not set them.
-_AXES = (16, 56, 56)
-KEYS = (
-    "patch_size",
-    "in_channels",
-    "out_channels",
-    "num_layers",
-    "num_single_layers",
-    "attention_head_dim",
-    "num_attention_heads",
-    "joint_attention_dim",
-    "pooled_projection_dim",
-    "guidance_embeds",
-    "axes_dims_rope",
-)
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class Flux1TransformerConfig:
     """Sizes of a FLUX.1 transformer.
 
@@ -40,15 +24,15 @@ class Flux1TransformerConfig:
     eps: of every norm.
     """
 
-    num_double_layers: int
-    num_single_layers: int
-    num_heads: int
-    head_dim: int
+    num_double_layers: int = config_fields.layer_count("num_layers")
+    num_single_layers: int = config_fields.layer_count("num_single_layers")
+    num_heads: int = config_fields.whole_number("num_attention_heads")
+    head_dim: int = config_fields.whole_number("attention_head_dim")
     num_channels: int
-    text_dim: int
-    pooled_dim: int | None
-    embeds_guidance: bool
-    axes: tuple[int, ...]
+    text_dim: int = config_fields.whole_number("joint_attention_dim")
+    pooled_dim: int | None = config_fields.whole_number("pooled_projection_dim")
+    embeds_guidance: bool = config_fields.flag("guidance_embeds", False)
+    axes: tuple[int, ...] = config_fields.rotary_axes("axes_dims_rope", (16, 56, 56))
     condition_channels: int = 0
     num_waves: int = 256
     eps: float = 1e-6
@@ -79,9 +63,8 @@ class Flux1TransformerConfig:
 def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(KEYS)
-    if file.whole_number("patch_size", 1) != 1:
-        raise file.error("patch_size", "1", file.values["patch_size"])
+    fixed, others = {"patch_size": 1}, ("in_channels", "out_channels")
+    sizes = config_fields.read_fields(Flux1TransformerConfig, file, fixed=fixed, others=others)
     in_channels = file.whole_number("in_channels")
     out_channels = file.whole_number("out_channels", in_channels)
     for key, value in (("in_channels", in_channels), ("out_channels", out_channels)):
@@ -89,18 +72,9 @@ def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
             raise file.error(key, f"a multiple of {_LATENTS_A_TOKEN}", value)
     if out_channels > in_channels:
         raise file.error("out_channels", f"{in_channels} (in_channels) or less", out_channels)
-    head_dim = file.whole_number("attention_head_dim")
-    axes = file.rotary_axes("axes_dims_rope", head_dim, default=_AXES)
     return Flux1TransformerConfig(
-        num_double_layers=file.layer_count("num_layers"),
-        num_single_layers=file.layer_count("num_single_layers"),
-        num_heads=file.whole_number("num_attention_heads"),
-        head_dim=head_dim,
+        **sizes,
         num_channels=out_channels // _LATENTS_A_TOKEN,
-        text_dim=file.whole_number("joint_attention_dim"),
-        pooled_dim=file.whole_number("pooled_projection_dim"),
-        embeds_guidance=file.flag("guidance_embeds", False),
-        axes=axes,
         condition_channels=(in_channels - out_channels) // _LATENTS_A_TOKEN,
     )
 

@@ -7,16 +7,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import AnyFolder, read_index
-from diffusion_runtime.media.images import read_image, read_mask
+from diffusion_runtime.models.control_conditioner import ControlConditioner
 from diffusion_runtime.models.flux1.config import CONTROL, FILL
-from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
-from diffusion_runtime.models.reference_images import Encode, Size, as_pixels, load_image_encoder
-from diffusion_runtime.report.attention_report import LibraryAttention
-from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
+from diffusion_runtime.models.reference_images import Size, load_image_encoder
 
 # Pixels of the largest image that keeps its size: FLUX.1 makes up to two megapixels.
 AREA = 2 * 1024 * 1024
@@ -58,30 +53,3 @@ PIPELINES = {FILL: Control("flux.1-fill-dev", masks=True), CONTROL: Control("flu
 def control_of(folder: AnyFolder) -> Control | None:
     """Return how a folder's pipeline uses images; None for one that adds none to the latents."""
     return PIPELINES.get(str(read_index(folder).get("_class_name")))
-
-
-class ControlConditioner(ImageConditioner):
-    """Conditioner of the channels next to the latents. implementation: of the encoder, for the report."""
-
-    def __init__(self, encode: Encode, implementation: str, *, masks: bool) -> None:
-        self._encode = encode
-        self._implementation = implementation
-        self._masks = masks
-
-    @property
-    def libraries(self) -> tuple[LibraryAttention, ...]:
-        return (LibraryAttention("vae encoder", "diffusers", self._implementation),)
-
-    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """Return the condition, from the mode of the encoder's distribution, of which diffusers draws a sample."""
-        (path,) = image_paths(request, "image_path")
-        pixels = as_pixels(torch.from_numpy(read_image(path, size.height, size.width)))
-        if not self._masks:
-            return ImageCondition(self._encode(pixels))
-        (mask_path,) = image_paths(request, "mask_path")
-        mask = torch.from_numpy(read_mask(mask_path, size.height, size.width))[None, None].float()
-        latents = self._encode(pixels * (1 - mask))
-        factor = size.height // latents.shape[-2]
-        # Every pixel of the mask that a latent covers is a channel of its own.
-        of_pixels = F.pixel_unshuffle(mask, factor)[:, :, None].to(latents.device)
-        return ImageCondition(torch.cat([latents, of_pixels], dim=1))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, swapped_halves
 from diffusion_runtime.weights.lora.stream_names import (
     DOUBLE_STREAM_ATTENTION,
@@ -15,6 +16,7 @@ from diffusion_runtime.weights.lora.stream_names import (
     embedder_names,
 )
 from diffusion_runtime.weights.pieces import (
+    NamedPieces,
     StreamNames,
     double_stream_pieces,
     linear_pieces,
@@ -23,28 +25,26 @@ from diffusion_runtime.weights.pieces import (
 )
 
 
-def transformer_pieces(config: Flux1TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
+def transformer_pieces(config: Flux1TransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
-    pieces: dict[str, tuple[Piece, ...]] = {}
-    pieces.update(linear_pieces("patch_embedding.projection", [("x_embedder", dim)], config.input_channels))
-    pieces.update(linear_pieces("text_embedding", [("context_embedder", dim)], config.text_dim))
+    yield from linear_pieces("patch_embedding.projection", [("x_embedder", dim)], config.input_channels)
+    yield from linear_pieces("text_embedding", [("context_embedder", dim)], config.text_dim)
     embedders = [("timestep", "timestep_embedder", config.num_waves)]
     if config.pooled_dim is not None:
         embedders.append(("pooled", "text_embedder", config.pooled_dim))
     if config.embeds_guidance:
         embedders.append(("guidance", "guidance_embedder", config.num_waves))
     for ours, theirs, in_dim in embedders:
-        pieces.update(two_layer_pieces(f"condition_embedding.{ours}", f"time_text_embed.{theirs}", in_dim, dim))
+        yield from two_layer_pieces(f"condition_embedding.{ours}", f"time_text_embed.{theirs}", in_dim, dim)
     for index in range(config.num_double_layers):
         names = f"double_blocks.{index}", f"transformer_blocks.{index}"
-        pieces.update(double_stream_pieces(*names, dim, config.head_dim, config.ffn_dim, StreamNames()))
+        yield from double_stream_pieces(*names, dim, config.head_dim, config.ffn_dim, StreamNames())
     for index in range(config.num_single_layers):
         names = f"single_blocks.{index}", f"single_transformer_blocks.{index}"
-        pieces.update(single_stream_pieces(*names, dim, config.head_dim, config.ffn_dim))
-    pieces.update(linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], dim))
-    pieces.update(linear_pieces("out", [("proj_out", config.patch_channels)], dim))
-    return pieces
+        yield from single_stream_pieces(*names, dim, config.head_dim, config.ffn_dim)
+    yield from linear_pieces("out_modulation.projection", [("norm_out.linear", 2 * dim)], dim)
+    yield from linear_pieces("out", [("proj_out", config.patch_channels)], dim)
 
 
 # Names of XLabs' trainer for the processors of attention.

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
-from diffusion_runtime.core.model_folder import (
-    INDEX_FILE,
-    AnyFolder,
-    ConfigFile,
-    read_config,
-    read_index,
-)
-from diffusion_runtime.errors import ModelLoadError
+from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 
 # [dev], which takes the guidance scale as an input, and [klein], which does not; one kind of [klein] computes reference
 # images once, before the first step.
 DEV, KLEIN, KLEIN_KV = "Flux2Pipeline", "Flux2KleinPipeline", "Flux2KleinKVPipeline"
 # The latents of the autoencoder are folded 2 x 2 into channels, so that each of the transformer's is one token.
 FOLD = 2
-_NUM_AXES = 4
-_AXES = (32, 32, 32, 32)
-_KEYS = (
-    "patch_size",
-    "in_channels",
-    "out_channels",
-    "num_layers",
-    "num_single_layers",
-    "attention_head_dim",
-    "num_attention_heads",
-    "joint_attention_dim",
-    "timestep_guidance_channels",
-    "mlp_ratio",
-    "axes_dims_rope",
-    "rope_theta",
-    "eps",
-    "guidance_embeds",
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +25,7 @@ class Flux2PipelineConfig:
     caches_references: bool = False
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class Flux2TransformerConfig:
     """Sizes of a FLUX.2 transformer.
 
@@ -60,18 +35,18 @@ class Flux2TransformerConfig:
     images attend to themselves alone, at timestep 0, so that their keys and values are the same at every step.
     """
 
-    num_double_layers: int
-    num_single_layers: int
-    num_heads: int
-    head_dim: int
-    num_channels: int
-    text_dim: int
-    ffn_dim: int
-    embeds_guidance: bool
-    axes: tuple[int, ...] = _AXES
-    theta: float = 2000.0
-    num_waves: int = 256
-    eps: float = 1e-6
+    num_double_layers: int = config_fields.layer_count("num_layers")
+    num_single_layers: int = config_fields.layer_count("num_single_layers")
+    num_heads: int = config_fields.whole_number("num_attention_heads")
+    head_dim: int = config_fields.whole_number("attention_head_dim")
+    num_channels: int = config_fields.equal_channels(128, multiple_of=FOLD**2)
+    text_dim: int = config_fields.whole_number("joint_attention_dim")
+    ffn_dim: int = config_fields.ffn_width("mlp_ratio", 3.0)
+    embeds_guidance: bool = config_fields.flag("guidance_embeds", True)
+    axes: tuple[int, ...] = config_fields.rotary_axes("axes_dims_rope", (32, 32, 32, 32), length=4)
+    theta: float = config_fields.number("rope_theta", 2000.0)
+    num_waves: int = config_fields.even_number("timestep_guidance_channels", 256)
+    eps: float = config_fields.number("eps", 1e-6)
     caches_references: bool = False
 
     @property
@@ -97,54 +72,13 @@ def read_pipeline_config(folder: AnyFolder) -> Flux2PipelineConfig:
 def read_transformer_config(folder: AnyFolder) -> Flux2TransformerConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KEYS)
-    if file.whole_number("patch_size", 1) != 1:
-        raise file.error("patch_size", "1", file.values["patch_size"])
-    in_channels = file.whole_number("in_channels", 128)
-    out_channels = file.whole_number("out_channels", in_channels)
-    if out_channels != in_channels:
-        raise ModelLoadError(
-            f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}) differ: this is not "
-            "a text-to-image checkpoint, the only kind this family runs natively; `--backend diffusers` runs it"
-        )
-    return Flux2TransformerConfig(
-        **read_sizes(file, "timestep_guidance_channels"),
-        embeds_guidance=_embeds_guidance(folder, file),
-        theta=file.number("rope_theta", 2000.0),
-        caches_references=read_pipeline_config(folder).caches_references,
-    )
-
-
-def read_sizes(file: ConfigFile, waves_key: str) -> dict[str, Any]:
-    """Return the sizes that a transformer's config says, as fields of Flux2TransformerConfig. waves_key: that of
-    num_waves. Raises ModelLoadError that names the file and the key."""
-    in_channels = file.whole_number("in_channels", 128)
-    if in_channels % FOLD**2:
-        raise file.error("in_channels", f"a multiple of {FOLD**2}", in_channels)
-    head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
-    axes = file.rotary_axes("axes_dims_rope", head_dim, _NUM_AXES, default=_AXES)
-    num_waves = file.even_number(waves_key, 256)
-    return {
-        "num_double_layers": file.layer_count("num_layers"),
-        "num_single_layers": file.layer_count("num_single_layers"),
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "num_channels": in_channels,
-        "text_dim": file.whole_number("joint_attention_dim"),
-        "ffn_dim": int(num_heads * head_dim * file.number("mlp_ratio", 3.0)),
-        "axes": axes,
-        "num_waves": num_waves,
-        "eps": file.number("eps", 1e-6),
-    }
-
-
-def _embeds_guidance(folder: AnyFolder, file: ConfigFile) -> bool:
-    """Return whether the guidance scale is an input, which must agree with the folder's pipeline."""
-    embeds_guidance = file.flag("guidance_embeds", True)
-    if embeds_guidance == read_pipeline_config(folder).is_klein:
+    sizes = config_fields.read_fields(Flux2TransformerConfig, file, fixed={"patch_size": 1})
+    pipeline = read_pipeline_config(folder)
+    embeds_guidance = sizes["embeds_guidance"]
+    if embeds_guidance == pipeline.is_klein:
         expected = "false in a folder of FLUX.2 [klein]" if embeds_guidance else "true in a folder of FLUX.2 [dev]"
         raise file.error("guidance_embeds", expected, embeds_guidance)
-    return embeds_guidance
+    return Flux2TransformerConfig(**sizes, caches_references=pipeline.caches_references)
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:

@@ -17,12 +17,8 @@ from diffusion_runtime.weights.pieces import (
 )
 
 
-def transformer_pieces(config: Flux2TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: Flux2TransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: Flux2TransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     widths = {
         "patch_embedding": ("x_embedder", dim, config.num_channels),

@@ -82,7 +82,6 @@ FAMILY = ModelFamily(
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=Flux3Transformer,
-    shared_heads=lambda config: config.num_heads,
     weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )

@@ -14,12 +14,8 @@ from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_lay
 _KINDS = {"image": "image", "reference": "image_cond", "text": "txt"}
 
 
-def transformer_pieces(config: Flux3TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: Flux3TransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: Flux3TransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     widths = {
         "image_embedding": ("x_embedders.image", dim, config.num_channels),

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.errors import ModelLoadError, shown
 
-_QK_NORM = "rms_norm"
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline"
 # How a video starts from an image: next to the latents, or as their first frame.
 LATENT_CONCAT, TOKEN_REPLACE = "latent_concat", "token_replace"
 
-# sample_size is the training size, which nothing needs.
-_KNOWN_KEYS = (
-    "in_channels",
-    "out_channels",
-    "num_attention_heads",
-    "attention_head_dim",
-    "num_layers",
-    "num_single_layers",
-    "num_refiner_layers",
-    "mlp_ratio",
-    "patch_size",
-    "patch_size_t",
-    "qk_norm",
-    "guidance_embeds",
-    "text_embed_dim",
-    "pooled_projection_dim",
-    "rope_theta",
-    "rope_axes_dim",
-    "image_condition_type",
-    "sample_size",
-)
+_FIXED = {"qk_norm": "rms_norm"}
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class HunyuanVideoConfig:
     """Sizes of a HunyuanVideo transformer.
 
@@ -46,19 +24,19 @@ class HunyuanVideoConfig:
     make a video from an image, None in others.
     """
 
-    num_layers: int
-    num_single_layers: int
-    num_refiner_layers: int
-    num_heads: int
-    head_dim: int
-    ffn_dim: int
+    num_layers: int = config_fields.layer_count("num_layers")
+    num_single_layers: int = config_fields.layer_count("num_single_layers")
+    num_refiner_layers: int = config_fields.layer_count("num_refiner_layers", 2)
+    num_heads: int = config_fields.whole_number("num_attention_heads")
+    head_dim: int = config_fields.whole_number("attention_head_dim")
+    ffn_dim: int = config_fields.ffn_width("mlp_ratio", 4.0)
     num_channels: int
-    text_dim: int
-    pooled_dim: int
-    patch: tuple[int, int, int]
-    axis_channels: tuple[int, int, int]
-    theta: float
-    has_guidance: bool
+    text_dim: int = config_fields.whole_number("text_embed_dim")
+    pooled_dim: int = config_fields.whole_number("pooled_projection_dim")
+    patch: tuple[int, int, int] = config_fields.token_patch("patch_size_t", "patch_size")
+    axis_channels: tuple[int, int, int] = config_fields.rotary_axes("rope_axes_dim")
+    theta: float = config_fields.number("rope_theta", 256.0)
+    has_guidance: bool = config_fields.flag("guidance_embeds", True)
     image_condition: str | None = None
 
     @property
@@ -74,30 +52,11 @@ class HunyuanVideoConfig:
 def read_transformer_config(folder: AnyFolder) -> HunyuanVideoConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KNOWN_KEYS)
-    qk_norm = file.values.get("qk_norm", _QK_NORM)
-    if qk_norm != _QK_NORM:
-        raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
+    # sample_size is the training size, which nothing needs.
+    others = ("in_channels", "out_channels", "image_condition_type", "sample_size")
+    sizes = config_fields.read_fields(HunyuanVideoConfig, file, fixed=_FIXED, others=others)
     num_channels, kind = _read_channels(file)
-    head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
-    axis_channels = file.rotary_axes("rope_axes_dim", head_dim)
-    side = file.whole_number("patch_size")
-    return HunyuanVideoConfig(
-        num_layers=file.layer_count("num_layers"),
-        num_single_layers=file.layer_count("num_single_layers"),
-        num_refiner_layers=file.layer_count("num_refiner_layers", 2),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        ffn_dim=int(num_heads * head_dim * file.number("mlp_ratio", 4.0)),
-        num_channels=num_channels,
-        text_dim=file.whole_number("text_embed_dim"),
-        pooled_dim=file.whole_number("pooled_projection_dim"),
-        patch=(file.whole_number("patch_size_t", 1), side, side),
-        axis_channels=(axis_channels[0], axis_channels[1], axis_channels[2]),
-        theta=file.number("rope_theta", 256.0),
-        has_guidance=file.flag("guidance_embeds", True),
-        image_condition=kind,
-    )
+    return HunyuanVideoConfig(**sizes, num_channels=num_channels, image_condition=kind)
 
 
 def _read_channels(file: ConfigFile) -> tuple[int, str | None]:

@@ -29,7 +29,7 @@ from diffusion_runtime.models.hunyuan_video.config import (
 )
 from diffusion_runtime.models.hunyuan_video.text import MAX_IMAGE_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
-from diffusion_runtime.models.hunyuan_video.weights import LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.models.hunyuan_video.weights import FLOAT32, LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.llava import read_llava_preparation
@@ -100,7 +100,6 @@ def _adapt(model: _Model) -> _Model:
         return model
     return dataclasses.replace(
         model,
-        inputs=ImageInputs(images={"image_path": True}),
         sampling=dataclasses.replace(sampling, continues_images=True, text_sees_images=True),
         defaults={**model.defaults, **_IMAGE_DEFAULTS[kind]},
     )
@@ -130,15 +129,15 @@ FAMILY = ModelFamily(
         load_encoder=of_clips(load_image_conditioner),
         tiny_decoders={16: "taehv"},
         is_shared=True,
-        is_fast=True,
+        modes=("fast",),
         tiling=_tiling,
     ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=HunyuanVideoTransformer,
-    shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32),
     load_image_conditioner=load_image_conditioner,
+    images=lambda _, config, __: ImageInputs(images={"image_path": True} if config.image_condition else {}),
     adapt=_adapt,
     temporal=lambda config: TemporalFrequencies(config.axis_channels[0], config.theta),
 )

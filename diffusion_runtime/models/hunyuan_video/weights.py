@@ -30,20 +30,11 @@ from diffusion_runtime.weights.pieces import (
 NUM_WAVES = 256
 
 # Layer norms with weights: small, and computed in float32.
-_FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm"})
+FLOAT32 = ("*.norm.*", "*.feed_forward_norm.*")
 
 
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return not _FLOAT32_PARTS.isdisjoint(name.split("."))
-
-
-def transformer_pieces(config: HunyuanVideoConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: HunyuanVideoConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, num_channels = config.dim, config.num_channels
     embeddings = [("timestep", "timestep_embedder", NUM_WAVES), ("pooled", "text_embedder", config.pooled_dim)]
     if config.has_guidance:

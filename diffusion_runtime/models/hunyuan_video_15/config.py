@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import (
     AnyFolder,
-    ConfigFile,
     read_config,
     read_index,
 )
 
-_QK_NORM = "rms_norm"
+_FIXED = {"qk_norm": "rms_norm"}
 TASKS = ("t2v", "i2v")
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"
 
-_KNOWN_KEYS = (
-    "in_channels",
-    "out_channels",
-    "num_attention_heads",
-    "attention_head_dim",
-    "num_layers",
-    "num_refiner_layers",
-    "mlp_ratio",
-    "patch_size",
-    "patch_size_t",
-    "qk_norm",
-    "text_embed_dim",
-    "text_embed_2_dim",
-    "image_embed_dim",
-    "rope_theta",
-    "rope_axes_dim",
-    "target_size",
-    "task_type",
-    "use_meanflow",
-)
 
-
-@dataclass(frozen=True)
+@config_fields.config
 class HunyuanVideo15Config:
     """Sizes of a HunyuanVideo-1.5 transformer.
 
@@ -49,21 +26,21 @@ class HunyuanVideo15Config:
     timestep that a step leads to as well (MeanFlow: step-distilled checkpoints).
     """
 
-    num_layers: int
-    num_refiner_layers: int
-    num_heads: int
-    head_dim: int
-    ffn_dim: int
-    num_channels: int
-    text_dim: int
-    glyph_dim: int
-    image_dim: int
-    patch: tuple[int, int, int]
-    axis_channels: tuple[int, int, int]
-    theta: float
-    target_size: int
+    num_layers: int = config_fields.layer_count("num_layers")
+    num_refiner_layers: int = config_fields.layer_count("num_refiner_layers", 2)
+    num_heads: int = config_fields.whole_number("num_attention_heads")
+    head_dim: int = config_fields.whole_number("attention_head_dim")
+    ffn_dim: int = config_fields.ffn_width("mlp_ratio", 4.0)
+    num_channels: int = config_fields.whole_number("out_channels")
+    text_dim: int = config_fields.whole_number("text_embed_dim")
+    glyph_dim: int = config_fields.whole_number("text_embed_2_dim")
+    image_dim: int = config_fields.whole_number("image_embed_dim")
+    patch: tuple[int, int, int] = config_fields.token_patch("patch_size_t", "patch_size")
+    axis_channels: tuple[int, int, int] = config_fields.rotary_axes("rope_axes_dim")
+    theta: float = config_fields.number("rope_theta", 256.0)
+    target_size: int = config_fields.whole_number("target_size", 640)
     starts_from_image: bool
-    takes_next_timestep: bool = False
+    takes_next_timestep: bool = config_fields.flag("use_meanflow", False)
 
     @property
     def dim(self) -> int:
@@ -77,36 +54,15 @@ class HunyuanVideo15Config:
 def read_transformer_config(folder: AnyFolder) -> HunyuanVideo15Config:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KNOWN_KEYS)
-    qk_norm = file.values.get("qk_norm", _QK_NORM)
-    if qk_norm != _QK_NORM:
-        raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
+    sizes = config_fields.read_fields(HunyuanVideo15Config, file, fixed=_FIXED, others=("in_channels", "task_type"))
     task = file.values.get("task_type", "i2v")
     if task not in TASKS:
         raise file.error("task_type", " or ".join(TASKS), task)
-    num_channels = file.whole_number("out_channels")
+    config = HunyuanVideo15Config(**sizes, starts_from_image=_starts_from_image(folder, task))
     in_channels = file.whole_number("in_channels")
-    if in_channels != 2 * num_channels + 1:
-        raise file.error("in_channels", f"{2 * num_channels + 1}, twice out_channels and one", in_channels)
-    head_dim, num_heads = file.whole_number("attention_head_dim"), file.whole_number("num_attention_heads")
-    side = file.whole_number("patch_size")
-    return HunyuanVideo15Config(
-        num_layers=file.layer_count("num_layers"),
-        num_refiner_layers=file.layer_count("num_refiner_layers", 2),
-        num_heads=num_heads,
-        head_dim=head_dim,
-        ffn_dim=int(num_heads * head_dim * file.number("mlp_ratio", 4.0)),
-        num_channels=num_channels,
-        text_dim=file.whole_number("text_embed_dim"),
-        glyph_dim=file.whole_number("text_embed_2_dim"),
-        image_dim=file.whole_number("image_embed_dim"),
-        patch=(file.whole_number("patch_size_t", 1), side, side),
-        axis_channels=_axis_channels(file, head_dim),
-        theta=file.number("rope_theta", 256.0),
-        target_size=file.whole_number("target_size", 640),
-        starts_from_image=_starts_from_image(folder, task),
-        takes_next_timestep=file.flag("use_meanflow", False),
-    )
+    if in_channels != config.num_input_channels:
+        raise file.error("in_channels", f"{config.num_input_channels}, twice out_channels and one", in_channels)
+    return config
 
 
 def _starts_from_image(folder: AnyFolder, task: str) -> bool:
@@ -115,11 +71,6 @@ def _starts_from_image(folder: AnyFolder, task: str) -> bool:
     video at 480p, too."""
     name = read_index(folder).get("_class_name")
     return task == "i2v" if name is None else name == IMAGE_TO_VIDEO
-
-
-def _axis_channels(file: ConfigFile, head_dim: int) -> tuple[int, int, int]:
-    channels = file.rotary_axes("rope_axes_dim", head_dim)
-    return channels[0], channels[1], channels[2]
 
 
 def read_geometry(folder: AnyFolder) -> LatentGeometry:

@@ -23,7 +23,7 @@ from diffusion_runtime.models.hunyuan_video_15.config import (
 from diffusion_runtime.models.hunyuan_video_15.text import MAX_GLYPH_TOKENS, MAX_TOKENS, load_text_encoder
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
-from diffusion_runtime.models.hunyuan_video_15.weights import LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.models.hunyuan_video_15.weights import FLOAT32, LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.published import published_defaults
 
@@ -48,7 +48,6 @@ def _adapt(model: _Model) -> _Model:
     return dataclasses.replace(
         model,
         defaults={**model.defaults, "height": height, "width": width, **guidance},
-        inputs=ImageInputs(images={"image_path": True} if model.config.starts_from_image else {}),
         sampling=dataclasses.replace(model.sampling, continues_images=model.config.starts_from_image),
     )
 
@@ -81,15 +80,15 @@ FAMILY = ModelFamily(
         load_encoder=codec.load_clip_encoder,
         tiny_decoders={32: "taehv1_5"},
         is_shared=True,
-        is_fast=True,
+        modes=("fast",),
         tiling=codec.tiling,
     ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=HunyuanVideo15Transformer,
-    shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32),
     load_image_conditioner=codec.load_image_conditioner,
+    images=lambda _, config, __: ImageInputs(images={"image_path": True} if config.starts_from_image else {}),
     adapt=_adapt,
     temporal=lambda config: TemporalFrequencies(config.axis_channels[0], config.theta),
 )

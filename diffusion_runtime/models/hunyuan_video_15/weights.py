@@ -25,20 +25,11 @@ NUM_WAVES = 256
 GLYPH_HIDDEN_DIM = 2048
 
 # Layer norms with weights: small, and computed in float32.
-_FLOAT32_PARTS = frozenset({"norm", "feed_forward_norm", "norm_in", "norm_out"})
+FLOAT32 = ("*.norm.*", "*.feed_forward_norm.*", "*.norm_in.*", "*.norm_out.*")
 
 
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return not _FLOAT32_PARTS.isdisjoint(name.split("."))
-
-
-def transformer_pieces(config: HunyuanVideo15Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: HunyuanVideo15Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     patch = (Piece("x_embedder.proj.weight", (dim, config.num_input_channels, *config.patch)),)
     yield "patch_embedding.projection.weight", patch

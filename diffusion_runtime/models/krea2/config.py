@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.models.qwen_image.config import geometry_of
@@ -11,14 +12,6 @@ from diffusion_runtime.models.qwen_image.config import geometry_of
 # The pipeline folds 2 x 2 latents into a token.
 _SIDE = 2
 PATCH = (1, _SIDE, _SIDE)
-# Keys of config.json that are whole numbers, with the values that they have where they are left out.
-_NUMBERS = {
-    **{"in_channels": 64, "num_layers": 28, "attention_head_dim": 128, "num_attention_heads": 48},
-    **{"num_key_value_heads": 12, "intermediate_size": 16384, "timestep_embed_dim": 256, "text_hidden_dim": 2560},
-    **{"num_text_layers": 12, "text_num_attention_heads": 20, "text_num_key_value_heads": 20},
-    **{"text_intermediate_size": 6912, "num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2},
-}
-_AXES = (32, 48, 48)
 # Keys of model_index.json beside the components.
 INDEX_KEYS = ("is_distilled", "text_encoder_select_layers", "patch_size")
 
@@ -41,74 +34,65 @@ class BlockSizes:
         return self.num_kv_heads * self.head_dim
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class Krea2TransformerConfig:
     """Sizes of a Krea 2 transformer.
 
-    joint: of the blocks of picture and text; text: of those of the text alone. num_text_layers: of the language model,
-    read per token; num_layer_blocks: text blocks across these; num_refiner_blocks: text blocks across tokens. axes:
-    channels of a head that carry each axis of the rotary positions.
+    The first four are of the blocks of picture and text; those that begin with text are of the blocks of the text
+    alone. num_text_layers: of the language model, read per token; num_layer_blocks: text blocks across these;
+    num_refiner_blocks: text blocks across tokens. axes: channels of a head that carry each axis of the rotary
+    positions. patch_channels: numbers in a patch of latents.
     """
 
-    joint: BlockSizes
-    text: BlockSizes
-    num_layers: int
-    num_channels: int
-    num_text_layers: int
-    num_layer_blocks: int
-    num_refiner_blocks: int
-    axes: tuple[int, ...]
-    theta: float
-    num_waves: int
-    eps: float
+    num_heads: int = config_fields.whole_number("num_attention_heads", 48)
+    num_kv_heads: int = config_fields.whole_number("num_key_value_heads", 12)
+    head_dim: int = config_fields.whole_number("attention_head_dim", 128)
+    ffn_dim: int = config_fields.whole_number("intermediate_size", 16384)
+    text_num_heads: int = config_fields.whole_number("text_num_attention_heads", 20)
+    text_num_kv_heads: int = config_fields.whole_number("text_num_key_value_heads", 20)
+    text_width: int = config_fields.whole_number("text_hidden_dim", 2560)
+    text_ffn_dim: int = config_fields.whole_number("text_intermediate_size", 6912)
+    num_layers: int = config_fields.layer_count("num_layers", 28)
+    patch_channels: int = config_fields.whole_number("in_channels", 64, multiple_of=_SIDE**2)
+    num_text_layers: int = config_fields.layer_count("num_text_layers", 12)
+    num_layer_blocks: int = config_fields.layer_count("num_layerwise_text_blocks", 2)
+    num_refiner_blocks: int = config_fields.layer_count("num_refiner_text_blocks", 2)
+    axes: tuple[int, ...] = config_fields.rotary_axes("axes_dims_rope", (32, 48, 48))
+    theta: float = config_fields.number("rope_theta", 1000.0)
+    num_waves: int = config_fields.even_number("timestep_embed_dim", 256)
+    eps: float = config_fields.number("norm_eps", 1e-5)
+
+    @property
+    def joint(self) -> BlockSizes:
+        return BlockSizes(self.num_heads, self.num_kv_heads, self.head_dim, self.ffn_dim)
+
+    @property
+    def text(self) -> BlockSizes:
+        head_dim = self.text_width // self.text_num_heads
+        return BlockSizes(self.text_num_heads, self.text_num_kv_heads, head_dim, self.text_ffn_dim)
 
     @property
     def text_dim(self) -> int:
         """Numbers per token of the conditions: of all layers, one after the other."""
-        return self.num_text_layers * self.text.dim
+        return self.num_text_layers * self.text_width
 
     @property
-    def patch_channels(self) -> int:
-        """Numbers in a patch of latents."""
-        return self.num_channels * _SIDE * _SIDE
+    def num_channels(self) -> int:
+        return self.patch_channels // _SIDE**2
 
 
 def read_transformer_config(folder: AnyFolder) -> Krea2TransformerConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown((*_NUMBERS, "axes_dims_rope", "rope_theta", "norm_eps"))
-    found = {
-        key: (file.layer_count if key.endswith(("layers", "blocks")) else file.whole_number)(key, default)
-        for key, default in _NUMBERS.items()
-    }
-    for key, divisor in (("in_channels", 4), ("timestep_embed_dim", 2)):
-        if found[key] % divisor:
-            raise file.error(key, f"a multiple of {divisor}", found[key])
-    for key, whole in {
-        "num_key_value_heads": "num_attention_heads",
-        "text_num_key_value_heads": "text_num_attention_heads",
-        "text_num_attention_heads": "text_hidden_dim",
-    }.items():
-        if found[whole] % found[key]:
-            raise file.error(key, f"a divisor of {whole}, {found[whole]}", found[key])
-    head_dim, text_heads = found["attention_head_dim"], found["text_num_attention_heads"]
-    axes = file.rotary_axes("axes_dims_rope", head_dim, default=_AXES)
-    joint = found["num_attention_heads"], found["num_key_value_heads"], head_dim, found["intermediate_size"]
-    text_head_dim = found["text_hidden_dim"] // text_heads
-    text = text_heads, found["text_num_key_value_heads"], text_head_dim, found["text_intermediate_size"]
-    return Krea2TransformerConfig(
-        BlockSizes(*joint),
-        BlockSizes(*text),
-        num_layers=found["num_layers"],
-        num_channels=found["in_channels"] // _SIDE**2,
-        num_text_layers=found["num_text_layers"],
-        num_layer_blocks=found["num_layerwise_text_blocks"],
-        num_refiner_blocks=found["num_refiner_text_blocks"],
-        axes=axes,
-        theta=file.number("rope_theta", 1000.0),
-        num_waves=found["timestep_embed_dim"],
-        eps=file.number("norm_eps", 1e-5),
-    )
+    config = Krea2TransformerConfig(**config_fields.read_fields(Krea2TransformerConfig, file))
+    for key, value, whole, of in (
+        ("num_key_value_heads", config.num_kv_heads, "num_attention_heads", config.num_heads),
+        ("text_num_key_value_heads", config.text_num_kv_heads, "text_num_attention_heads", config.text_num_heads),
+        ("text_num_attention_heads", config.text_num_heads, "text_hidden_dim", config.text_width),
+    ):
+        if of % value:
+            raise file.error(key, f"a divisor of {whole}, {of}", value)
+    return config
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:

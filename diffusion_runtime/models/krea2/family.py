@@ -14,7 +14,7 @@ from diffusion_runtime.models.krea2 import config as folder_config
 from diffusion_runtime.models.krea2.config import Krea2TransformerConfig
 from diffusion_runtime.models.krea2.text import load_text_encoder
 from diffusion_runtime.models.krea2.transformer import LAYERS_ROLE, REFINER_ROLE, Krea2Transformer
-from diffusion_runtime.models.krea2.weights import LORA_NAMES, add_one, is_norm, transformer_pieces
+from diffusion_runtime.models.krea2.weights import FLOAT32, LORA_NAMES, add_one, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image.family import AUTOENCODER, MAX_TOKENS
 from diffusion_runtime.models.qwen_image.family import FAMILY as ORIGINAL
@@ -70,7 +70,6 @@ FAMILY = ModelFamily(
     read_config=folder_config.read_transformer_config,
     read_geometry=folder_config.read_geometry,
     transformer=Krea2Transformer,
-    shared_heads=lambda config: config.joint.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=is_norm, arrange=add_one),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32, arrange=add_one),
     adapt=_adapt,
 )

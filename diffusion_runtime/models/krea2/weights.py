@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator
 
 import torch
@@ -12,24 +13,18 @@ from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names
 from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_layer_pieces, up_down_pieces
 
-
-def is_norm(name: str) -> bool:
-    """Return whether our parameter is the weight of a norm: in float32 in a model of any dtype, as in training."""
-    return "norm" in name.split(".")[-2:][0]
+# Weights of norms, as in training.
+FLOAT32 = ("*norm*.weight",)
 
 
 def add_one(module: nn.Module, name: str, values: torch.Tensor) -> None:  # noqa: ARG001 - an Arrange
     """Add 1 to the weight of a norm: files have it without."""
-    if is_norm(name):
+    if fnmatch.fnmatchcase(name, *FLOAT32):
         values.add_(1.0)
 
 
-def transformer_pieces(config: Krea2TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: Krea2TransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: Krea2TransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, text = config.joint.dim, config.text
     yield from _blocks("text_layers", "text_fusion.layerwise_blocks", config.num_layer_blocks, text)
     yield from linear_pieces("text_mix", [("text_fusion.projector", 1)], config.num_text_layers, bias=False)

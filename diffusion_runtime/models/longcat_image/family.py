@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.models.declaration import TextEncoding, TextShapes, Weights
-from diffusion_runtime.models.flux1.config import KEYS, Flux1TransformerConfig
+from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.config import read_transformer_config as read_original_config
 from diffusion_runtime.models.flux1.family import FAMILY as ORIGINAL
 from diffusion_runtime.models.longcat_image.text import MAX_TOKENS, load_text_encoder
@@ -20,7 +21,9 @@ from diffusion_runtime.models.published import published_defaults
 
 def read_transformer_config(folder: AnyFolder) -> Flux1TransformerConfig:
     """Read transformer/config.json, whose pooled_projection_dim nothing uses. Raises ModelLoadError."""
-    read_config(folder, "transformer").refuse_unknown(set(KEYS) - {"guidance_embeds", "out_channels"})
+    read_config(folder, "transformer").refuse_unknown(
+        {*config_fields.keys_of(Flux1TransformerConfig), "patch_size", "in_channels"} - {"guidance_embeds"}
+    )
     return dataclasses.replace(read_original_config(folder), pooled_dim=None)
 
 

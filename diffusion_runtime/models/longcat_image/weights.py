@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from diffusion_runtime.models.flux1.config import Flux1TransformerConfig
 from diffusion_runtime.models.flux1.weights import LORA_NAMES as ORIGINAL_NAMES
 from diffusion_runtime.models.flux1.weights import transformer_pieces as original_pieces
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.stream_names import embedder_names
+from diffusion_runtime.weights.pieces import NamedPieces
 
 
-def transformer_pieces(config: Flux1TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it."""
-    return {
-        name: tuple(
-            dataclasses.replace(piece, name=piece.name.replace("time_text_embed", "time_embed")) for piece in pieces
+def transformer_pieces(config: Flux1TransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each."""
+    for name, pieces in original_pieces(config):
+        yield (
+            name,
+            tuple(
+                dataclasses.replace(piece, name=piece.name.replace("time_text_embed", "time_embed")) for piece in pieces
+            ),
         )
-        for name, pieces in original_pieces(config).items()
-    }
 
 
 # FLUX.1's, apart from its embeddings of guidance scale and pooled text.

@@ -16,7 +16,8 @@ from diffusion_runtime.decoders.video_decoder import VideoDecoder, by_statistics
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.models.first_frame_encoder import FirstFrameConditioner
 from diffusion_runtime.models.ltx2.condition import LTX2Conditioner, SoundEncoder
-from diffusion_runtime.models.ltx2.config import AUDIO_FACTOR, AUDIO_VAE, read_geometry
+from diffusion_runtime.models.ltx2.config import AUDIO_VAE, read_geometry
+from diffusion_runtime.models.ltx2.positions import AUDIO_FACTOR
 from diffusion_runtime.models.ltx2.sound_decoder import (
     AUDIO_AUTOENCODER,
     SoundDecoder,

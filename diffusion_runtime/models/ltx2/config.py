@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.errors import ModelLoadError, shown
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
-from diffusion_runtime.models.ltx2.positions import PositionRules
+from diffusion_runtime.models.ltx2.positions import AUDIO_FACTOR, PositionRules
 from diffusion_runtime.weights.head_widths import HeadWidths
 
 AUDIO_VAE = "audio_vae"
-
-# The audio autoencoder's steps in time and in mel bins; a constant of its architecture.
-AUDIO_FACTOR = 4
 
 # Settings of later versions of the architecture, and the values that are built here.
 _FIXED: dict[str, object] = {
@@ -27,60 +23,26 @@ _FIXED: dict[str, object] = {
     "attention_bias": True,
     "attention_out_bias": True,
 }
-_READ_ELSEWHERE = (
-    "in_channels",
-    "out_channels",
-    "num_attention_heads",
-    "attention_head_dim",
-    "cross_attention_dim",
-    "vae_scale_factors",
-    "pos_embed_max_pos",
-    "base_height",
-    "base_width",
-    "audio_in_channels",
-    "audio_out_channels",
-    "audio_num_attention_heads",
-    "audio_attention_head_dim",
-    "audio_cross_attention_dim",
-    "audio_scale_factor",
-    "audio_pos_embed_max_pos",
-    "audio_sampling_rate",
-    "audio_hop_length",
-    "num_layers",
-    "norm_eps",
-    "caption_channels",
-    "rope_theta",
-    "rope_double_precision",
-    "causal_offset",
-    "timestep_scale_multiplier",
-    "cross_attn_timestep_scale_multiplier",
-    "rope_type",
-    "perturbed_attn",
-    "gated_attn",
-    "cross_attn_mod",
-    "audio_gated_attn",
-    "audio_cross_attn_mod",
-    "use_prompt_embeddings",
-    "ff_bias",
-    "audio_ff_bias",
-    "use_prompt_adaln_single",
-    "use_keyframes_abs_pos_embedding",
+
+_READ_HERE = (
+    *("vae_scale_factors", "pos_embed_max_pos", "base_height", "base_width", "caption_channels", "rope_type"),
+    *("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier"),
 )
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class StreamConfig(HeadWidths):
     """Sizes of one stream, the video's or the sound's. num_channels: of a token of latents. text_dim: of its text
     embeddings. has_gates: whether its attention layers have a gate for each head, as since LTX-2.3. has_ffn_bias:
     whether its feed-forward networks add a bias, as the video's do up to LTX-2.3."""
 
-    num_channels: int
+    num_channels: int = config_fields.equal_channels()
     text_dim: int
-    has_gates: bool = False
-    has_ffn_bias: bool = True
+    has_gates: bool = config_fields.flag("gated_attn", False)
+    has_ffn_bias: bool = config_fields.flag("ff_bias", True)
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class LTX2Config:
     """Sizes of an LTX-2 transformer.
 
@@ -95,16 +57,16 @@ class LTX2Config:
 
     video: StreamConfig
     audio: StreamConfig
-    num_layers: int
-    eps: float
+    num_layers: int = config_fields.layer_count("num_layers")
+    eps: float = config_fields.number("norm_eps", 1e-6)
     gate_factor: float
     turns_halves: bool
     positions: PositionRules
-    projects_text: bool = True
-    modulates_text: bool = False
-    text_follows_time: bool = False
-    can_skip_attention: bool = False
-    marks_keyframes: bool = False
+    projects_text: bool = config_fields.flag("use_prompt_embeddings", True)
+    modulates_text: bool = config_fields.flag("cross_attn_mod", False)
+    text_follows_time: bool = config_fields.flag("use_prompt_adaln_single", True)
+    can_skip_attention: bool = config_fields.flag("perturbed_attn", False)
+    marks_keyframes: bool = config_fields.flag("use_keyframes_abs_pos_embedding", False)
 
     @property
     def num_rows(self) -> int:
@@ -115,52 +77,41 @@ class LTX2Config:
 def read_transformer_config(folder: AnyFolder) -> LTX2Config:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
+    own = *config_fields.keys_of(LTX2Config), *config_fields.keys_of(PositionRules), *_READ_HERE
+    file.refuse_unknown((*_FIXED, *own, *_keys_of_stream(""), *_keys_of_stream("audio_")))
     file.refuse_other_values(_FIXED, "as in LTX-2.0, 2.3 and 2.5, which this family runs natively")
-    projects_text, modulates_text = file.flag("use_prompt_embeddings", True), file.flag("cross_attn_mod", False)
-    text_dim = file.whole_number("caption_channels") if projects_text else None
+    sizes = config_fields.read_declared(LTX2Config, file)
+    text_dim = file.whole_number("caption_channels") if sizes["projects_text"] else None
     video, audio = _read_stream(file, "", text_dim), _read_stream(file, "audio_", text_dim)
     if audio.num_heads != video.num_heads:
         raise file.error("audio_num_attention_heads", f"{video.num_heads}, num_attention_heads", audio.num_heads)
-    if file.flag("audio_cross_attn_mod", False) != modulates_text:
-        raise file.error("audio_cross_attn_mod", f"{shown(modulates_text)}, as cross_attn_mod", not modulates_text)
-    own, between = (
+    modulates = sizes["modulates_text"]
+    if file.flag("audio_cross_attn_mod", False) != modulates:
+        raise file.error("audio_cross_attn_mod", f"{shown(modulates)}, as cross_attn_mod", not modulates)
+    time, between = (
         file.whole_number(key, 1000) for key in ("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier")
     )
+    sizes["text_follows_time"] &= modulates
     return LTX2Config(
+        **sizes,
         video=video,
         audio=audio,
-        num_layers=file.layer_count("num_layers"),
-        eps=file.number("norm_eps", 1e-6),
-        gate_factor=between / own,
+        gate_factor=between / time,
         turns_halves=file.one_of("rope_type", ("interleaved", "split")) == "split",
         positions=_read_positions(file),
-        projects_text=projects_text,
-        modulates_text=modulates_text,
-        text_follows_time=file.flag("use_prompt_adaln_single", True) and modulates_text,
-        can_skip_attention=file.flag("perturbed_attn", False),
-        marks_keyframes=file.flag("use_keyframes_abs_pos_embedding", False),
     )
+
+
+def _keys_of_stream(prefix: str) -> tuple[str, ...]:
+    others = f"{prefix}cross_attention_dim", f"{prefix}cross_attn_mod"
+    return *config_fields.keys_of(StreamConfig, prefix), *others
 
 
 def _read_stream(file: ConfigFile, prefix: str, text_dim: int | None) -> StreamConfig:
     """Read the sizes of a stream. prefix: of its keys. text_dim: None for a text as wide as the stream."""
-    num_channels = file.whole_number(f"{prefix}in_channels")
-    out_channels = file.whole_number(f"{prefix}out_channels", num_channels)
-    if out_channels != num_channels:
-        raise file.error(f"{prefix}out_channels", f"{num_channels}, the number of {prefix}in_channels", out_channels)
-    num_heads, head_dim = (
-        file.whole_number(f"{prefix}num_attention_heads"),
-        file.even_number(f"{prefix}attention_head_dim"),
-    )
-    stream = StreamConfig(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_channels=num_channels,
-        text_dim=num_heads * head_dim if text_dim is None else text_dim,
-        has_gates=file.flag(f"{prefix}gated_attn", False),
-        has_ffn_bias=file.flag(f"{prefix}ff_bias", True),
-    )
+    sizes = config_fields.read_declared(StreamConfig, file, prefix)
+    width = sizes["num_heads"] * sizes["head_dim"]
+    stream = StreamConfig(**sizes, text_dim=width if text_dim is None else text_dim)
     source_dim = file.whole_number(f"{prefix}cross_attention_dim")
     if source_dim != stream.dim:
         raise file.error(f"{prefix}cross_attention_dim", f"{stream.dim}, the width of that stream", source_dim)
@@ -169,20 +120,12 @@ def _read_stream(file: ConfigFile, prefix: str, text_dim: int | None) -> StreamC
 
 def _read_positions(file: ConfigFile) -> PositionRules:
     factors = file.whole_numbers("vae_scale_factors", 3)
+    keys = {"pos_embed_max_pos": 20, "base_height": 2048, "base_width": 2048}
+    seconds, height, width = (file.whole_number(key, default) for key, default in keys.items())
     return PositionRules(
-        theta=file.number("rope_theta", 10000.0),
-        is_double=file.flag("rope_double_precision", True),
-        causal_offset=file.whole_number("causal_offset", 1, minimum=0),
+        **config_fields.read_declared(PositionRules, file),
         factors=(factors[0], factors[1], factors[2]),
-        extents=(
-            file.whole_number("pos_embed_max_pos", 20),
-            file.whole_number("base_height", 2048),
-            file.whole_number("base_width", 2048),
-        ),
-        audio_factor=file.whole_number("audio_scale_factor", AUDIO_FACTOR),
-        hop_length=file.whole_number("audio_hop_length", 160),
-        sampling_rate=file.whole_number("audio_sampling_rate", 16000),
-        audio_extent=file.whole_number("audio_pos_embed_max_pos", 20),
+        extents=(seconds, height, width),
     )
 
 

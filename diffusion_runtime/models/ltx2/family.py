@@ -38,10 +38,10 @@ from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
 from diffusion_runtime.models.ltx2.sound_decoder import AUDIO_AUTOENCODER, VOCODER_NETWORK
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
 from diffusion_runtime.models.ltx2.weights import (
+    FLOAT32,
     KEYFRAME_MARKER,
     LORA_NAMES,
     pair_channels,
-    stays_float32,
     transformer_pieces,
 )
 from diffusion_runtime.models.published import published_defaults
@@ -60,12 +60,13 @@ def _check_parts(folder: AnyFolder) -> None:
     text.check_connectors(folder)
 
 
+IMAGES = ("image_path", "last_image_path", "frame_conditions")
+
+
 def _adapt(model: _Model) -> _Model:
-    """Return the model with an image to start from, and the guidance that is documented for LTX-2.3. Rotary positions
-    that turn the halves of a head against each other: our layers turn neighbouring channels."""
-    images = dict.fromkeys(("image_path", "last_image_path", "frame_conditions"), False)
-    sampling = dataclasses.replace(model.sampling, continues_images=True)
-    model = dataclasses.replace(model, inputs=ImageInputs(images=images), sampling=sampling)
+    """Return the model with the guidance that is documented for LTX-2.3. Rotary positions that turn the halves of a
+    head against each other: our layers turn neighbouring channels."""
+    model = dataclasses.replace(model, sampling=dataclasses.replace(model.sampling, continues_images=True))
     if model.config.can_skip_attention:
         defaults = {**model.defaults, **_LTX23_DEFAULTS}
         tiny_decoders = {128: "taeltx2_3"}
@@ -150,7 +151,7 @@ FAMILY = ModelFamily(
         load=codec.load_decoder,
         load_encoder=codec.load_clip_encoder,
         tiny_decoders={128: "taeltx_2"},
-        is_fast=True,
+        modes=("fast",),
         tiling=codec.tiling,
         named={
             diffusion_decoder.NAME: NamedDecoder(
@@ -165,7 +166,8 @@ FAMILY = ModelFamily(
     read_geometry=read_geometry,
     transformer=LTX2Transformer,
     shared_heads=lambda config: config.video.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32),
     load_image_conditioner=codec.load_image_conditioner,
+    images=lambda *_: ImageInputs(images=dict.fromkeys(IMAGES, False)),
     adapt=_adapt,
 )

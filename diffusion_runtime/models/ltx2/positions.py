@@ -6,14 +6,17 @@ A token is at the middle of its extent, as a fraction of the longest and widest 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.layers.rope import by_head, extent_paces, grid_extent_rotations, turned
 
+# The audio autoencoder's steps in time and in mel bins; a constant of its architecture.
+AUDIO_FACTOR = 4
 
-@dataclass(frozen=True)
+
+@config_fields.config
 class PositionRules:
     """Rules of rotary positions. theta: the quickest pace, as a multiple of the slowest. is_double: whether paces are
     computed in float64.
@@ -23,15 +26,15 @@ class PositionRules:
     mel_rate: mel frames per second; audio_extent: seconds that count as 1.
     """
 
-    theta: float
-    is_double: bool
-    causal_offset: int
+    theta: float = config_fields.number("rope_theta", 10000.0)
+    is_double: bool = config_fields.flag("rope_double_precision", True)
+    causal_offset: int = config_fields.whole_number("causal_offset", 1, minimum=0)
     factors: tuple[int, int, int]
     extents: tuple[int, int, int]
-    audio_factor: int
-    hop_length: int
-    sampling_rate: int
-    audio_extent: int
+    audio_factor: int = config_fields.whole_number("audio_scale_factor", AUDIO_FACTOR)
+    hop_length: int = config_fields.whole_number("audio_hop_length", 160)
+    sampling_rate: int = config_fields.whole_number("audio_sampling_rate", 16000)
+    audio_extent: int = config_fields.whole_number("audio_pos_embed_max_pos", 20)
 
     @property
     def shared_extent(self) -> int:

@@ -34,20 +34,11 @@ NUM_WAVES = 256
 KEYFRAME_MARKER = "keyframes_abs_pos_embedding"
 
 # Rows that are added to float32 rows of the timestep.
-_FLOAT32_PARTS = frozenset({"modulation", "text_modulation", "exchange_modulation", "out_modulation"})
+FLOAT32 = ("*.modulation", "*.text_modulation", "*.exchange_modulation", "*out_modulation")
 
 
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return name.rpartition(".")[2] in _FLOAT32_PARTS
-
-
-def transformer_pieces(config: LTX2Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: LTX2Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     if config.marks_keyframes:
         yield "keyframe_marker", (Piece(KEYFRAME_MARKER, (1, config.video.dim)),)
     yield from _stream("video", "", config.video, config, between="video", gate="video_a2v")

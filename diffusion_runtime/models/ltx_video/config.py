@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_index
 from diffusion_runtime.decoders.autoencoder import COMPONENT
@@ -24,19 +25,9 @@ _FIXED: dict[str, object] = {
     "attention_bias": True,
     "attention_out_bias": True,
 }
-_READ_ELSEWHERE = (
-    "in_channels",
-    "out_channels",
-    "num_attention_heads",
-    "attention_head_dim",
-    "cross_attention_dim",
-    "num_layers",
-    "norm_eps",
-    "caption_channels",
-)
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class LTXVideoConfig(HeadWidths):
     """Sizes of an LTX-Video transformer.
 
@@ -44,30 +35,17 @@ class LTXVideoConfig(HeadWidths):
     feed-forward.
     """
 
-    num_layers: int
-    num_channels: int
-    text_dim: int
-    eps: float
+    num_layers: int = config_fields.layer_count("num_layers")
+    num_channels: int = config_fields.equal_channels()
+    text_dim: int = config_fields.whole_number("caption_channels")
+    eps: float = config_fields.number("norm_eps", 1e-6)
 
 
 def read_transformer_config(folder: AnyFolder) -> LTXVideoConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
-    file = read_config(folder, "transformer")
-    file.refuse_unknown((*_FIXED, *_READ_ELSEWHERE))
-    file.refuse_other_values(_FIXED, "the only value that this family runs natively")
-    num_channels = file.whole_number("in_channels")
-    out_channels = file.values.get("out_channels")
-    if out_channels not in (None, num_channels):
-        raise file.error("out_channels", f"{num_channels}, the number of in_channels", out_channels)
-    config = LTXVideoConfig(
-        num_heads=file.whole_number("num_attention_heads"),
-        head_dim=file.even_number("attention_head_dim"),
-        num_layers=file.layer_count("num_layers"),
-        num_channels=num_channels,
-        text_dim=file.whole_number("caption_channels"),
-        eps=file.number("norm_eps", 1e-6),
-    )
-    text_dim = file.whole_number("cross_attention_dim")
+    file, why = read_config(folder, "transformer"), "the only value that this family runs natively"
+    sizes = config_fields.read_fields(LTXVideoConfig, file, fixed=_FIXED, why=why, others=("cross_attention_dim",))
+    config, text_dim = LTXVideoConfig(**sizes), file.whole_number("cross_attention_dim")
     if text_dim != config.dim:
         raise file.error("cross_attention_dim", f"{config.dim}, the width of the transformer", text_dim)
     return config

@@ -32,7 +32,7 @@ from diffusion_runtime.models.ltx_video.config import (
     takes_conditions,
 )
 from diffusion_runtime.models.ltx_video.transformer import LTXVideoTransformer
-from diffusion_runtime.models.ltx_video.weights import LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.models.ltx_video.weights import FLOAT32, LORA_NAMES, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.text_encoders.t5 import T5TextEncoder, load_t5
 
@@ -61,8 +61,7 @@ def _load_text_encoder(folder: AnyFolder, device: torch.device, dtype: torch.dty
 
 
 def _adapt(model: _Model) -> _Model:
-    """Return the model with an image to start from; a decoder that takes a noise level; the schedule of the folder's
-    pipeline."""
+    """Return the model with a decoder that takes a noise level; the schedule of the folder's pipeline."""
     decodes_with_noise, schedule = decodes_at_a_timestep(model.folder), model.sampling.schedule
     scheduler = model.sampling.scheduler
     if takes_conditions(model.folder):
@@ -77,7 +76,6 @@ def _adapt(model: _Model) -> _Model:
         defaults = {key: value for key, value in defaults.items() if key not in _DECODING}
     return dataclasses.replace(
         model,
-        inputs=ImageInputs(images={"image_path": False}),
         sampling=dataclasses.replace(
             model.sampling, schedule=schedule, decodes_with_noise=decodes_with_noise, continues_images=True
         ),
@@ -111,13 +109,16 @@ FAMILY = ModelFamily(
         shapes=lambda folder, config: TextShapes(((_max_tokens(folder), config.text_dim),)), load=_load_text_encoder
     ),
     decoding=Decoding(
-        load=codec.load_decoder, load_encoder=of_clips(codec.load_image_conditioner), is_fast=True, tiling=codec.tiling
+        load=codec.load_decoder,
+        load_encoder=of_clips(codec.load_image_conditioner),
+        modes=("fast",),
+        tiling=codec.tiling,
     ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=LTXVideoTransformer,
-    shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32),
     load_image_conditioner=codec.load_image_conditioner,
+    images=lambda *_: ImageInputs(images={"image_path": False}),
     adapt=_adapt,
 )

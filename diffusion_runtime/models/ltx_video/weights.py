@@ -13,19 +13,12 @@ from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, block_names, each
 from diffusion_runtime.weights.pieces import NamedPieces, feed_forward_pieces, linear_pieces, two_layer_pieces
 
-
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype: rows that are
-    added to float32 rows of the timestep."""
-    return name.rpartition(".")[2] in ("modulation", "out_modulation")
+# Rows that are added to float32 rows of the timestep.
+FLOAT32 = ("*.modulation", "out_modulation")
 
 
-def transformer_pieces(config: LTXVideoConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: LTXVideoConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: LTXVideoConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     yield from linear_pieces("embedding", [("proj_in", dim)], config.num_channels)
     yield from two_layer_pieces("text_embedding", "caption_projection", config.text_dim, dim)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config, read_json_in
 
 # A tensor of pruned files, [times, rank]. The whole model has a network of two layers in place of it.
@@ -19,18 +19,9 @@ AUDIO_VAE, _SCHEDULE = "audio_vae", "scheduler_config.json"
 # Axes of the rotary positions: time, row, column.
 _AXES = 3
 PATCH = (1, 2, 2)
-# Settings that the class has beside these, with the defaults that published files leave out.
-_SIZES = {
-    **{"num_attention_heads": ("num_heads", 56), "attention_head_dim": ("head_dim", 128), "hidden_size": ("dim", 5376)},
-    **{"ffn_dim": ("ffn_dim", 14336), "in_channels": ("num_channels", 24), "text_dim": ("text_dim", 5120)},
-    "audio_in_channels": ("num_audio_channels", 32),
-    **{"time_embed_hidden_dim": ("time_hidden_dim", 5376), "time_embed_dim": ("time_dim", 2688)},
-    **{"rope_freq_dim": ("num_paces", 16)},
-}
-_NUMBERS = {"rope_theta": 10000.0, "norm_eps": 1e-5, "qk_norm_eps": 1e-5, "final_norm_eps": 1e-5}
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class MiniMaxH3Config:
     """Sizes of a MiniMax-H3 transformer.
 
@@ -41,23 +32,23 @@ class MiniMaxH3Config:
     files; 0 for the network.
     """
 
-    num_layers: int
-    num_refiner_layers: int
-    num_heads: int
-    head_dim: int
-    dim: int
-    ffn_dim: int
-    num_channels: int
-    num_audio_channels: int
-    text_dim: int
-    num_waves: int
-    time_hidden_dim: int
-    time_dim: int
-    num_paces: int
-    theta: float
-    eps: float
-    qk_eps: float
-    out_eps: float
+    num_layers: int = config_fields.layer_count("num_layers", 50)
+    num_refiner_layers: int = config_fields.whole_number("num_refiner_layers", 2, minimum=0)
+    num_heads: int = config_fields.whole_number("num_attention_heads", 56)
+    head_dim: int = config_fields.even_number("attention_head_dim", 128)
+    dim: int = config_fields.whole_number("hidden_size", 5376)
+    ffn_dim: int = config_fields.whole_number("ffn_dim", 14336)
+    num_channels: int = config_fields.whole_number("in_channels", 24)
+    num_audio_channels: int = config_fields.whole_number("audio_in_channels", 32)
+    text_dim: int = config_fields.whole_number("text_dim", 5120)
+    num_waves: int = config_fields.even_number("freq_dim", 256)
+    time_hidden_dim: int = config_fields.whole_number("time_embed_hidden_dim", 5376)
+    time_dim: int = config_fields.whole_number("time_embed_dim", 2688)
+    num_paces: int = config_fields.whole_number("rope_freq_dim", 16)
+    theta: float = config_fields.number("rope_theta", 10000.0)
+    eps: float = config_fields.number("norm_eps", 1e-5)
+    qk_eps: float = config_fields.number("qk_norm_eps", 1e-5)
+    out_eps: float = config_fields.number("final_norm_eps", 1e-5)
     shifts: tuple[float, float] = (12.0, 3.0)
     has_gate: bool = False
     table_size: int = 0
@@ -82,26 +73,18 @@ def read_transformer_config(folder: AnyFolder) -> MiniMaxH3Config:
     """Read transformer/config.json and the schedules' files of a diffusers folder. Raises ModelLoadError that names the
     file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(("num_layers", "num_refiner_layers", "freq_dim", "patch_size", *_SIZES, *_NUMBERS))
-    file.refuse_other_values({"patch_size": list(PATCH)}, "as in the published model")
-    sizes = file.sizes(_SIZES)
-    turned, head_dim = 2 * _AXES * sizes["num_paces"], sizes["head_dim"]
-    if turned > head_dim or head_dim % 2:
-        raise file.error("attention_head_dim", f"an even number of at least {turned}, 6 x rope_freq_dim", head_dim)
-    theta, eps, qk_eps, out_eps = (file.number(key, default) for key, default in _NUMBERS.items())
-    return MiniMaxH3Config(
-        **sizes,
-        theta=theta,
-        eps=eps,
-        qk_eps=qk_eps,
-        out_eps=out_eps,
-        num_waves=file.even_number("freq_dim", 256),
-        num_layers=file.layer_count("num_layers", 50),
-        num_refiner_layers=file.whole_number("num_refiner_layers", 2, minimum=0),
+    config = MiniMaxH3Config(
+        **config_fields.read_fields(
+            MiniMaxH3Config, file, fixed={"patch_size": list(PATCH)}, why="as in the published model"
+        ),
         shifts=(_read_shift(folder, "scheduler"), _read_shift(folder, "audio_scheduler")),
         has_gate=(folder / _INFERENCE_FILE).is_file()
         and read_json_in(folder, _INFERENCE_FILE).get("attention_backend") == _WITH_GATES,
     )
+    if config.num_turned > config.head_dim:
+        expected = f"{config.num_turned}, 6 x rope_freq_dim, or more"
+        raise file.error("attention_head_dim", expected, config.head_dim)
+    return config
 
 
 def config_of_file(config: MiniMaxH3Config, shapes: Mapping[str, tuple[int, ...]]) -> MiniMaxH3Config:

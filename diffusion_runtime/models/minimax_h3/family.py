@@ -6,7 +6,6 @@ Distilled to run without guidance. Video and sound have schedules of their own (
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from diffusion_runtime.core.model_folder import AnyFolder, workflow_of
 from diffusion_runtime.denoising.part_schedules import ScheduleOfParts
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
-from diffusion_runtime.models.family import Model, ModelFamily
+from diffusion_runtime.models.family import ModelFamily
 from diffusion_runtime.models.image_inputs import ImageInputs
 from diffusion_runtime.models.interface import ImageConditioner
 from diffusion_runtime.models.minimax_h3 import codec
@@ -25,13 +24,12 @@ from diffusion_runtime.models.minimax_h3.keyframes import KeyframeConditioner
 from diffusion_runtime.models.minimax_h3.references import MediaConditioner, read_preparations, reference_media
 from diffusion_runtime.models.minimax_h3.text import MAX_TOKENS, NUM_LAYERS, load_text_encoder
 from diffusion_runtime.models.minimax_h3.transformer import TEXT_ROLE, MiniMaxH3Transformer
-from diffusion_runtime.models.minimax_h3.weights import LORA_NAMES, arrange, stays_float32, transformer_pieces
+from diffusion_runtime.models.minimax_h3.weights import FLOAT32, LORA_NAMES, arrange, transformer_pieces
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.reference_media import FIELD
 
 # The mode of requests with references, whose transformer is another one.
 REFERENCES = "ref2va"
-_Model = Model[MiniMaxH3Config, MiniMaxH3Geometry]
 
 
 def _check_parts(folder: AnyFolder) -> None:
@@ -54,18 +52,11 @@ def _add_gates(module: nn.Module, names: Collection[str]) -> None:
         module.add_gates()
 
 
-def _adapt(model: _Model) -> _Model:
-    """Return the model with its images; one branch, without guidance."""
-    if workflow_of(model.folder) == REFERENCES:
-        inputs = ImageInputs(images={FIELD: True}, media=reference_media(model.geometry, model.folder))
-    else:
-        images = dict.fromkeys(("image_path", "last_image_path"), False)
-        inputs = ImageInputs(images=images, size_of_image=model.geometry.size_of_image)
-    return dataclasses.replace(
-        model,
-        inputs=inputs,
-        sampling=dataclasses.replace(model.sampling, takes_guidance=False),
-    )
+def _images(folder: AnyFolder, _: MiniMaxH3Config, geometry: MiniMaxH3Geometry) -> ImageInputs:
+    if workflow_of(folder) == REFERENCES:
+        return ImageInputs(images={FIELD: True}, media=reference_media(geometry, folder))
+    images = dict.fromkeys(("image_path", "last_image_path"), False)
+    return ImageInputs(images=images, size_of_image=geometry.size_of_image)
 
 
 FAMILY = ModelFamily(
@@ -83,7 +74,12 @@ FAMILY = ModelFamily(
     ),
     # The refiner of the text has no grid: backends that need one skip it, like any cross-attention.
     roles=(("self", "self"), (TEXT_ROLE, "cross"), (codec.DECODER_ROLE, "cross")),
-    requests=Requests(defaults=published_defaults("minimax-h3"), read_schedule=lambda _: ScheduleOfParts()),
+    # One branch: it was distilled to run without guidance.
+    requests=Requests(
+        defaults=published_defaults("minimax-h3"),
+        takes_guidance=False,
+        read_schedule=lambda _: ScheduleOfParts(),
+    ),
     text=TextEncoding(
         shapes=lambda _, config: TextShapes(((MAX_TOKENS, config.text_dim),), num_layers=NUM_LAYERS, sees=True),
         load=load_text_encoder,
@@ -93,6 +89,7 @@ FAMILY = ModelFamily(
         load=codec.load_decoder,
         load_encoder=codec.load_clip_encoder,
         is_shared=True,
+        modes=("fp8",),
         tiling=codec.tiling,
         attention=codec.decoder_attention,
     ),
@@ -100,16 +97,15 @@ FAMILY = ModelFamily(
     config_of_file=config_of_file,
     read_geometry=read_geometry,
     transformer=MiniMaxH3Transformer,
-    shared_heads=lambda config: config.num_heads,
     weights=Weights(
         pieces=transformer_pieces,
         lora_names=LORA_NAMES,
-        stays_float32=stays_float32,
+        float32=FLOAT32,
         arrange=arrange,
         # The paces of the rotary positions, which are computed.
         is_ignored=lambda name: name == "rope.inv_freq",
         prepare=_add_gates,
     ),
     load_image_conditioner=_load_conditioner,
-    adapt=_adapt,
+    images=_images,
 )

@@ -85,6 +85,22 @@ def rotations_of(positions: torch.Tensor, num_paces: int, head_dim: int, theta: 
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 
+def grid_rotations(
+    times: torch.Tensor, height: int, width: int, num_paces: int, head_dim: int, theta: float, device: torch.device
+) -> torch.Tensor:
+    """Return `rotations_of` of `grid_positions`, to the bit, on a device. An axis has one table: of a clip of 5 seconds
+    103 places are turned in place of 3 x 37,296, which takes a core 0.2 s before the first step."""
+    axes = times.double(), _side(height, width), _side(width, height)
+    tables = [rotations_of(axis[:, None], num_paces, 2 * num_paces, theta).to(device) for axis in axes]
+    grid = tuple(len(axis) for axis in axes)
+    parts = [
+        table.view(*(size if place == axis else 1 for place, size in enumerate(grid)), -1).expand(*grid, -1)
+        for axis, table in enumerate(tables)
+    ]
+    still = tables[0].new_ones(()).expand(*grid, head_dim // 2 - len(axes) * num_paces)
+    return torch.cat([*parts, still], dim=-1).flatten(0, 2)
+
+
 def _spans(num_frames: int) -> torch.Tensor:
     pattern = torch.tensor(_FRAMES_OF_LATENTS, dtype=torch.float64) * _FRAME
     return pattern.repeat(-(-num_frames // len(pattern)))[:num_frames]

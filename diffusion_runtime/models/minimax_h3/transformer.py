@@ -72,6 +72,7 @@ from diffusion_runtime.models.minimax_h3.positions import (
     ReferenceGrid,
     frame_times,
     grid_positions,
+    grid_rotations,
     last_time,
     reference_positions,
     rotations_of,
@@ -417,7 +418,8 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         def compute() -> torch.Tensor:
             device = self.out.weight.device
             references, start = reference_positions(media, height, width)
-            of_grid = turned(grid_positions(start + frame_times(frames), height, width)).to(device)
+            paces = config.num_paces, config.head_dim, config.theta
+            of_grid = grid_rotations(start + frame_times(frames), height, width, *paces, device)
             given = [*(grid_positions(torch.tensor([time]), height, width) for time in places), *references]
             given.append(sound_positions(length, height, width, start))
             clip = [context.sharding.shard(of_grid, dim=0), *(turned(each).to(device) for each in given)]

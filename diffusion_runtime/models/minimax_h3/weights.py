@@ -7,7 +7,7 @@ are put in order once, after loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -25,20 +25,11 @@ from diffusion_runtime.weights.pieces import (
     up_down_pieces,
 )
 
-_FLOAT32_LAYERS = ("patch_embedding.", "audio_embedding.", "time_embedding.", "out.", "audio_out.")
+FLOAT32 = ("patch_embedding.*", "audio_embedding.*", "time_embedding.*", "out.*", "audio_out.*")
 
 
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return name.startswith(_FLOAT32_LAYERS)
-
-
-def transformer_pieces(config: MiniMaxH3Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: MiniMaxH3Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     yield from linear_pieces("patch_embedding", [("proj_in", dim)], config.patch_channels)
     yield from linear_pieces("audio_embedding", [("audio_proj_in", dim)], config.num_audio_channels)
@@ -106,20 +97,6 @@ def _originals(theirs: str, ours: str, *, is_refiner: bool = False) -> Originals
 
 
 _MODULATION = "the modulation of a model with another input of it: whole, or pruned with a table of times"
-# Files of DiffSynth-Studio, whose adapters have a name.
-_OF_DIFFSYNTH = ".attn.qkv_proj.lora_B.default.weight"
-
-
-def _undecided(keys: Iterable[str]) -> str | None:
-    """Say why the rows of q, k and v in a file cannot be told apart; None where they can."""
-    if not any(key.endswith(_OF_DIFFSYNTH) for key in keys):
-        return None
-    return (
-        "its attn.qkv_proj is of DiffSynth-Studio (lora_B.default), whose rows are q, k and v one after the other "
-        "where it was trained on a single file, and interleaved by head where it was trained on the authors' shards; "
-        "the file does not say which. Write q, k and v apart, as attn.to_q.lora_B.weight and so on"
-    )
-
 
 LORA_NAMES = LoraNames(
     title="MiniMax-H3",
@@ -139,7 +116,7 @@ LORA_NAMES = LoraNames(
     },
     # Of the published model 2688, of pruned files 16 or so.
     resized={"transformer_blocks.{}.adaln_proj.linear": _MODULATION, "norm_out.linear": _MODULATION},
-    refusal=_undecided,
+    undecided=("attn.qkv_proj",),
     widths=frozenset({5376}),
     num_blocks=frozenset({50}),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diffusion_runtime.models.moss_image.config import MossImageConfig
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, each
 from diffusion_runtime.weights.pieces import (
     NamedPieces,
@@ -19,12 +18,8 @@ from diffusion_runtime.weights.pieces import (
 )
 
 
-def transformer_pieces(config: MossImageConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: MossImageConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: MossImageConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, ffn_dim = config.dim, config.ffn_dim
     yield from linear_pieces("patch_embedding", [("video_embedder", dim)], config.num_channels)
     yield from linear_pieces("text_embedding", [("text_embedder.proj", dim)], config.text_dim)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_frame_factor, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 from diffusion_runtime.errors import ModelLoadError
@@ -13,28 +12,12 @@ _SIDE = 2
 PATCH = (1, _SIDE, _SIDE)
 # The model takes time in [0, 1].
 TIME_SCALE = 1000.0
-# Channels of a head that carry (frame, row, column), where config.json does not set them.
-_AXES = (16, 56, 56)
-# Values of checkpoints for layered images.
-_MUST_BE_FALSE = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
-# The keys of config.json, of the transformer and of its ControlNet.
-KEYS = (
-    "patch_size",
-    "in_channels",
-    "out_channels",
-    "num_layers",
-    "attention_head_dim",
-    "num_attention_heads",
-    "joint_attention_dim",
-    "axes_dims_rope",
-    "zero_cond_t",
-    # Keys of published files that nothing reads.
-    "pooled_projection_dim",
-    *_MUST_BE_FALSE,
-)
+# Layered images have other values, and the third nothing reads.
+FIXED = {"patch_size": _SIDE, **dict.fromkeys(("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"), False)}
+UNREAD = ("pooled_projection_dim",)
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class QwenImageTransformerConfig:
     """Sizes of a Qwen-Image transformer.
 
@@ -43,13 +26,13 @@ class QwenImageTransformerConfig:
     Qwen-Image-Edit-2511 on). num_waves: of the sinusoidal timestep. eps: of every norm.
     """
 
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    num_channels: int
-    text_dim: int
-    axes: tuple[int, ...]
-    references_at_zero: bool = False
+    num_layers: int = config_fields.layer_count("num_layers")
+    num_heads: int = config_fields.whole_number("num_attention_heads")
+    head_dim: int = config_fields.whole_number("attention_head_dim")
+    num_channels: int = config_fields.whole_number("out_channels")
+    text_dim: int = config_fields.whole_number("joint_attention_dim")
+    axes: tuple[int, ...] = config_fields.rotary_axes("axes_dims_rope", (16, 56, 56))
+    references_at_zero: bool = config_fields.flag("zero_cond_t", False)
     num_waves: int = 256
     eps: float = 1e-6
 
@@ -70,30 +53,17 @@ class QwenImageTransformerConfig:
 def read_transformer_config(folder: AnyFolder) -> QwenImageTransformerConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(KEYS)
-    for key in _MUST_BE_FALSE:
-        if file.flag(key, False):
-            raise file.error(key, "false, as in Qwen-Image and Qwen-Image-Edit; `--backend diffusers` runs it", True)
-    if file.whole_number("patch_size") != _SIDE:
-        raise file.error("patch_size", str(_SIDE), file.values["patch_size"])
-    in_channels, out_channels = file.whole_number("in_channels"), file.whole_number("out_channels")
-    if in_channels != out_channels * _SIDE * _SIDE:
+    why = "as in Qwen-Image and Qwen-Image-Edit; `--backend diffusers` runs others"
+    others = (*UNREAD, "in_channels")
+    sizes = config_fields.read_fields(QwenImageTransformerConfig, file, fixed=FIXED, why=why, others=others)
+    config, in_channels = QwenImageTransformerConfig(**sizes), file.whole_number("in_channels")
+    if in_channels != config.patch_channels:
         raise ModelLoadError(
-            f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({out_channels}): expected the first "
-            "to be four times the second; this is not a text-to-image checkpoint, the only kind that runs natively; "
-            "`--backend diffusers` runs it"
+            f"{file.path}: keys 'in_channels' ({in_channels}) and 'out_channels' ({config.num_channels}): expected the "
+            "first to be four times the second; this is not a text-to-image checkpoint, the only kind that runs "
+            "natively; `--backend diffusers` runs it"
         )
-    head_dim = file.whole_number("attention_head_dim")
-    axes = file.rotary_axes("axes_dims_rope", head_dim, default=_AXES)
-    return QwenImageTransformerConfig(
-        num_layers=file.layer_count("num_layers"),
-        num_heads=file.whole_number("num_attention_heads"),
-        head_dim=head_dim,
-        num_channels=out_channels,
-        text_dim=file.whole_number("joint_attention_dim"),
-        axes=axes,
-        references_at_zero=file.flag("zero_cond_t", False),
-    )
+    return config
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:

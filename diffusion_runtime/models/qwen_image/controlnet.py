@@ -9,7 +9,8 @@ In both branches of guidance the ControlNet reads the prompt, as in diffusers. S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.policy import AttentionPolicy
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.core.model_folder import AnyFolder, component_class, read_config, read_index
 from diffusion_runtime.core.step_info import LayerInfo
@@ -32,12 +34,11 @@ from diffusion_runtime.layers.reference_tokens import layout_with_references
 from diffusion_runtime.models.controlnet_folder import COMPONENT, has_controlnet
 from diffusion_runtime.models.image_control import counts_at, scales_of
 from diffusion_runtime.models.interface import DenoiserInputs
-from diffusion_runtime.models.qwen_image.config import KEYS, TIME_SCALE, QwenImageTransformerConfig
+from diffusion_runtime.models.qwen_image.config import FIXED, TIME_SCALE, UNREAD, QwenImageTransformerConfig
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import STREAMS, embedding_pieces, transformer_pieces
 from diffusion_runtime.text_encoders.interface import Conditions
-from diffusion_runtime.weights.checkpoint import Piece
-from diffusion_runtime.weights.pieces import double_stream_pieces, linear_pieces
+from diffusion_runtime.weights.pieces import NamedPieces, double_stream_pieces, linear_pieces
 
 PIPELINE, CLASS = "QwenImageControlNetPipeline", "QwenImageControlNetModel"
 # Pipelines whose transformer takes a ControlNet from elsewhere.
@@ -76,7 +77,9 @@ def read_controlnet_config(
                 "`--backend diffusers` runs it"
             )
     file = read_config(folder, COMPONENT)
-    file.refuse_unknown((*KEYS, "extra_condition_channels"))
+    file.refuse_unknown(
+        (*config_fields.keys_of(QwenImageTransformerConfig), *FIXED, *UNREAD, "in_channels", "extra_condition_channels")
+    )
     if file.values.get("extra_condition_channels", 0) != 0:
         raise file.error(
             "extra_condition_channels",
@@ -240,20 +243,19 @@ class QwenImageControlledTransformer(QwenImageTransformer):
         return [scaled[index // interval] for index in range(self.num_blocks)]
 
 
-def controlled_pieces(
-    config: QwenImageTransformerConfig, own: QwenImageControlNetConfig
-) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> its tensors: the transformer's, and the ControlNet's after `controlnet.`."""
-    pieces = embedding_pieces(config)
-    pieces.update(
-        linear_pieces("control_embedding.projection", [("controlnet_x_embedder", config.dim)], config.patch_channels)
-    )
+def controlled_pieces(config: QwenImageTransformerConfig, own: QwenImageControlNetConfig) -> Iterator[NamedPieces]:
+    """Yield the pieces of the transformer, and those of the ControlNet after `controlnet.`."""
+    yield from transformer_pieces(config)
+    for name, several in _controlnet_pieces(config, own):
+        renamed = (dataclasses.replace(each, name=f"{COMPONENT}.{each.name}") for each in several)
+        yield f"{COMPONENT}.{name}", tuple(renamed)
+
+
+def _controlnet_pieces(config: QwenImageTransformerConfig, own: QwenImageControlNetConfig) -> Iterator[NamedPieces]:
+    dim = config.dim
+    yield from embedding_pieces(config)
+    yield from linear_pieces("control_embedding.projection", [("controlnet_x_embedder", dim)], config.patch_channels)
     for index in range(own.num_layers):
         names = f"blocks.{index}", f"transformer_blocks.{index}"
-        pieces.update(double_stream_pieces(*names, config.dim, config.head_dim, config.ffn_dim, STREAMS))
-        pieces.update(linear_pieces(f"blocks.{index}.hint", [(f"controlnet_blocks.{index}", config.dim)], config.dim))
-    of_controlnet = {
-        f"{COMPONENT}.{name}": tuple(Piece(f"{COMPONENT}.{each.name}", each.shape, each.part) for each in several)
-        for name, several in pieces.items()
-    }
-    return {**transformer_pieces(config), **of_controlnet}
+        yield from double_stream_pieces(*names, dim, config.head_dim, config.ffn_dim, STREAMS)
+        yield from linear_pieces(f"blocks.{index}.hint", [(f"controlnet_blocks.{index}", dim)], dim)

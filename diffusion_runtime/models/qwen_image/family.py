@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffusion_runtime.core.latent_geometry import ClipSize, ImageGeometry
+from diffusion_runtime.core.latent_geometry import ImageGeometry
 from diffusion_runtime.core.model_folder import MAX_SIZE, AnyFolder
 from diffusion_runtime.decoders.autoencoder import COMPONENT, DiffusersComponent
 from diffusion_runtime.decoders.causal_video_decoder import (
@@ -23,7 +23,7 @@ from diffusion_runtime.decoders.causal_video_decoder import (
 )
 from diffusion_runtime.decoders.video_decoder import read_statistics, restore_by_config
 from diffusion_runtime.denoising.flow_schedule import token_shift
-from diffusion_runtime.media.images import read_image
+from diffusion_runtime.models.control_conditioner import ControlConditioner
 from diffusion_runtime.models.controlnet_folder import COMPONENT as COMPONENT_OF_CONTROL
 from diffusion_runtime.models.controlnet_folder import has_controlnet
 from diffusion_runtime.models.declaration import Decoding, FolderFormat, Requests, TextEncoding, TextShapes, Weights
@@ -31,7 +31,6 @@ from diffusion_runtime.models.family import Model, ModelFamily
 from diffusion_runtime.models.image_control import FIELDS as CONTROL_FIELDS
 from diffusion_runtime.models.image_control import ImageControl
 from diffusion_runtime.models.image_inputs import ImageInputs
-from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.qwen_image import editing as edits
 from diffusion_runtime.models.qwen_image.config import (
@@ -50,9 +49,7 @@ from diffusion_runtime.models.qwen_image.controlnet import (
 from diffusion_runtime.models.qwen_image.editing import PIPELINES, editing_of
 from diffusion_runtime.models.qwen_image.transformer import QwenImageTransformer
 from diffusion_runtime.models.qwen_image.weights import LORA_NAMES, transformer_pieces
-from diffusion_runtime.models.reference_images import Encode, as_pixels, load_encoder, of_pictures, scaled_to
-from diffusion_runtime.report.attention_report import LibraryAttention
-from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
+from diffusion_runtime.models.reference_images import load_encoder, of_pictures, scaled_to
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.language_model import PromptTemplate
 from diffusion_runtime.text_encoders.language_model_loading import load_qwen2_5_vl
@@ -144,10 +141,10 @@ def _with_controlnet(model: _Model) -> _Model:
         make_transformer=lambda policy: QwenImageControlledTransformer(config, own, model.geometry, policy),
         weights=dataclasses.replace(
             model.weights,
-            pieces=lambda _: controlled_pieces(config, own),
+            pieces=lambda _: dict(controlled_pieces(config, own)),
             joined_components=(COMPONENT_OF_CONTROL,),
         ),
-        load_image_conditioner=partial(load_control_conditioner, AUTOENCODER, model.folder),
+        load_image_conditioner=lambda *where: ControlConditioner(*load_encoder(AUTOENCODER, model.folder, *where)),
     )
 
 
@@ -176,36 +173,11 @@ FAMILY = ModelFamily(
         tiny_decoders={16: "taew2_1"},
         is_shared=True,
         tiling=causal_tiling,
-        is_fast=True,
+        modes=("fast",),
     ),
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=QwenImageTransformer,
-    shared_heads=lambda config: config.num_heads,
     weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES),
     adapt=_adapt,
 )
-
-
-class ControlImageConditioner(ImageConditioner):
-    """Conditioner of a control image. implementation: of the encoder, for the report."""
-
-    def __init__(self, encode: Encode, implementation: str) -> None:
-        self._encode = encode
-        self._implementation = implementation
-
-    @property
-    def libraries(self) -> tuple[LibraryAttention, ...]:
-        return (LibraryAttention("vae encoder", "diffusers", self._implementation),)
-
-    def condition(self, request: GenerationRequest, size: ClipSize) -> ImageCondition:
-        """Return the condition, from the mode of the encoder's distribution, of which diffusers draws a sample."""
-        (path,) = image_paths(request, "image_path")
-        return ImageCondition(self._encode(as_pixels(torch.from_numpy(read_image(path, size.height, size.width)))))
-
-
-def load_control_conditioner(
-    autoencoder: DiffusersComponent, folder: AnyFolder, device: torch.device, dtype: torch.dtype
-) -> ControlImageConditioner:
-    """Load the encoder of a diffusers folder's `vae`. Raises ModelLoadError."""
-    return ControlImageConditioner(*load_encoder(autoencoder, folder, device, dtype))

@@ -10,12 +10,8 @@ from diffusion_runtime.weights.lora.names import LoraNames, each
 from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, two_layer_pieces, up_down_pieces
 
 
-def transformer_pieces(config: QwenImage21TransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: QwenImage21TransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: QwenImage21TransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     yield "text_embedding.norm_offset", (Piece("txt_in.text_norm.weight", (config.text_dim,)),)
     widths = {

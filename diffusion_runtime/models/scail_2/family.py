@@ -24,7 +24,7 @@ from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.family import FAMILY as WAN
 from diffusion_runtime.models.wan.original_format import IMAGE_DIM
-from diffusion_runtime.models.wan.weights import stays_float32
+from diffusion_runtime.models.wan.weights import FLOAT32
 from diffusion_runtime.text_encoders.clip import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import load_umt5, umt5_library
@@ -84,7 +84,6 @@ FAMILY: ModelFamily[Scail2Config, LatentGeometry] = ModelFamily(
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=Scail2Transformer,
-    shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32),
     adapt=_adapt,
 )

@@ -14,20 +14,17 @@ from diffusion_runtime.models.seedvr2.config import SeedVR2Config, read_transfor
 from diffusion_runtime.models.seedvr2.geometry import SeedVR2Geometry, read_geometry
 from diffusion_runtime.models.seedvr2.text import NUM_TOKENS, load_text
 from diffusion_runtime.models.seedvr2.transformer import ROLE, SeedVR2Transformer
-from diffusion_runtime.models.seedvr2.weights import LORA_NAMES, stays_float32, transformer_pieces, unread_tensors
+from diffusion_runtime.models.seedvr2.weights import FLOAT32, LORA_NAMES, transformer_pieces, unread_tensors
 from diffusion_runtime.models.video_restoration import FIELDS, FILES, VideoRestoration
 
 _Model = Model[SeedVR2Config, SeedVR2Geometry]
 
 
 def _adapt(model: _Model) -> _Model:
-    """Return the model with its video; one branch, without guidance."""
+    """Return the model with its video, and without what its blocks lack."""
     return dataclasses.replace(
         model,
-        inputs=ImageInputs(images=FILES),
-        sampling=dataclasses.replace(
-            model.sampling, takes_guidance=False, control=VideoRestoration(), segments="blended"
-        ),
+        sampling=dataclasses.replace(model.sampling, control=VideoRestoration(), segments="blended"),
         weights=dataclasses.replace(model.weights, is_ignored=unread_tensors(model.config)),
     )
 
@@ -47,7 +44,7 @@ FAMILY = ModelFamily(
     ),
     # Windows are no grid: backends that need one skip the role, like any cross-attention.
     roles=((ROLE, "cross"),),
-    requests=Requests(defaults=published_defaults("seedvr2-3b"), fields=FIELDS),
+    requests=Requests(defaults=published_defaults("seedvr2-3b"), fields=FIELDS, takes_guidance=False),
     text=TextEncoding(load=load_text, shapes=_text_shapes, library=lambda *_: "torch"),
     decoding=Decoding(load=codec.load_decoder, tiling=codec.tiling),
     read_config=read_transformer_config,
@@ -55,7 +52,8 @@ FAMILY = ModelFamily(
     transformer=SeedVR2Transformer,
     # A process that holds a part of the tokens would hold parts of windows.
     shared_heads=lambda _: None,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32),
     load_image_conditioner=codec.load_conditioner,
+    images=lambda *_: ImageInputs(images=FILES),
     adapt=_adapt,
 )

@@ -19,10 +19,8 @@ _TABLE = tuple(f"{layer}_{kind}" for layer in ("attn", "mlp") for kind in ("shif
 _UNREAD = re.compile(r"(positive_conditioning|negative_conditioning|blocks\.\d+\.attn\.rope\.rope\.freqs)")
 
 
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype: the tables of
-    modulation, which are added to float32."""
-    return name.endswith("table")
+# The tables of modulation, which are added to float32.
+FLOAT32 = ("*table",)
 
 
 def unread_tensors(config: SeedVR2Config) -> Callable[[str], bool]:
@@ -33,12 +31,8 @@ def unread_tensors(config: SeedVR2Config) -> Callable[[str], bool]:
     return lambda name: _UNREAD.fullmatch(name) is not None or name.startswith(behind)
 
 
-def transformer_pieces(config: SeedVR2Config) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: SeedVR2Config) -> Iterator[NamedPieces]:
+def transformer_pieces(config: SeedVR2Config) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
     yield from linear_pieces("time_in", [("emb_in.proj_in", dim)], NUM_WAVES)
     yield from linear_pieces("time_hidden", [("emb_in.proj_hid", dim)], dim)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from diffusion_runtime.attention.cache.history import CompressedHistory
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import (
     INDEX_FILE,
@@ -29,30 +30,17 @@ from diffusion_runtime.models.wan.flow_map import (
     read_flow_map,
 )
 
-_QK_NORM = "rms_norm_across_heads"
+_FIXED = {"qk_norm": "rms_norm_across_heads"}
 
 # The linear map of a block, in checkpoints trained with Video Sparse Attention, that makes its gate.
 GATE = "to_gate_compress"
 
-_KEYS = (
-    "patch_size",
-    "num_attention_heads",
-    "attention_head_dim",
-    "in_channels",
-    "out_channels",
-    "text_dim",
-    "freq_dim",
-    "ffn_dim",
-    "num_layers",
-    "cross_attn_norm",
-    "qk_norm",
-    "eps",
+_OTHER_KEYS = (
+    *("patch_size", "in_channels", "out_channels"),
     # The length of diffusers' table of rotary positions; here they are computed for each size.
     "rope_max_seq_len",
-    # Keys of image-to-video checkpoints with an image encoder.
-    "image_dim",
-    "added_kv_proj_dim",
-    "pos_embed_seq_len",
+    # Of image-to-video checkpoints with an image encoder.
+    *("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"),
 )
 # Keys of VACE alone: the blocks that have a control block, and the channels of the control blocks' input.
 _CONTROL_KEYS = ("vace_layers", "vace_in_channels")
@@ -84,7 +72,7 @@ TEXT_PIPELINES = ("WanPipeline", "WanDMDPipeline", CAUSAL_PIPELINE, *FLOW_MAP_PI
 IMAGE_PIPELINE = "WanImageToVideoPipeline"
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class WanTransformerConfig:
     """Sizes of a Wan transformer.
 
@@ -99,16 +87,16 @@ class WanTransformerConfig:
     larger patches.
     """
 
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    ffn_dim: int
+    num_layers: int = config_fields.layer_count("num_layers")
+    num_heads: int = config_fields.whole_number("num_attention_heads")
+    head_dim: int = config_fields.even_number("attention_head_dim")
+    ffn_dim: int = config_fields.whole_number("ffn_dim")
     num_channels: int
-    text_dim: int
-    num_waves: int
+    text_dim: int = config_fields.whole_number("text_dim")
+    num_waves: int = config_fields.even_number("freq_dim")
     patch: tuple[int, int, int]
-    norm_cross: bool
-    eps: float
+    norm_cross: bool = config_fields.flag("cross_attn_norm", True)
+    eps: float = config_fields.number("eps", 1e-6)
     has_gate: bool = False
     condition_channels: int = 0
     image_dim: int | None = None
@@ -180,19 +168,15 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
     file = read_config(folder, component)
     class_name = component_class(folder, component)[1]
     is_controlled, is_causal = class_name == CONTROL_CLASS, class_name == CAUSAL_CLASS
-    file.refuse_unknown((*_KEYS, *_CLASS_KEYS.get(class_name, ())))
-    qk_norm = file.values.get("qk_norm", _QK_NORM)
-    if qk_norm != _QK_NORM:
-        raise file.error("qk_norm", repr(_QK_NORM), qk_norm)
+    others = (*_OTHER_KEYS, *_CLASS_KEYS.get(class_name, ()))
+    sizes = config_fields.read_fields(WanTransformerConfig, file, fixed=_FIXED, others=others)
     in_channels = file.whole_number("in_channels")
     num_channels = file.whole_number("out_channels", in_channels)
     if num_channels > in_channels:
         raise file.error("out_channels", f"at most in_channels, {in_channels}", num_channels)
     patch = file.whole_numbers("patch_size", 3)
-    head_dim, num_waves = file.even_number("attention_head_dim"), file.even_number("freq_dim")
-    num_heads = file.whole_number("num_attention_heads")
-    image_dim, num_placed_tokens = _read_image_tokens(file, num_heads * head_dim, in_channels - num_channels)
-    num_layers = file.layer_count("num_layers")
+    dim = sizes["num_heads"] * sizes["head_dim"]
+    image_dim, num_placed_tokens = _read_image_tokens(file, dim, in_channels - num_channels)
     history = read_history(file, (patch[0], patch[1], patch[2])) if is_far(file, class_name) else None
     is_causal = is_causal or history is not None
     if is_causal and (patch[0] != 1 or in_channels != num_channels):
@@ -205,20 +189,13 @@ def read_transformer_config(folder: AnyFolder, component: str = "transformer") -
             "in_channels", f"{num_channels}, the out_channels, in a model with control blocks", in_channels
         )
     return WanTransformerConfig(
-        num_layers=num_layers,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        ffn_dim=file.whole_number("ffn_dim"),
+        **sizes,
         num_channels=num_channels,
-        text_dim=file.whole_number("text_dim"),
-        num_waves=num_waves,
         patch=(patch[0], patch[1], patch[2]),
-        norm_cross=file.flag("cross_attn_norm", True),
-        eps=file.number("eps", 1e-6),
         condition_channels=in_channels - num_channels,
         image_dim=image_dim,
         num_placed_tokens=num_placed_tokens,
-        control_layers=_read_control_layers(file, num_layers) if is_controlled else (),
+        control_layers=_read_control_layers(file, sizes["num_layers"]) if is_controlled else (),
         control_channels=file.whole_number("vace_in_channels", 96) if is_controlled else 0,
         is_causal=is_causal,
         flow_map=read_flow_map(file) if class_name in FLOW_MAP_CLASSES else None,

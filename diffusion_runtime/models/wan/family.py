@@ -4,7 +4,7 @@ by one that does both (2.2 TI2V), with control blocks (VACE), and chunk by chunk
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -49,11 +49,11 @@ from diffusion_runtime.models.wan.flow_map import FLOW_MAP_DEFAULTS
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
 from diffusion_runtime.models.wan.vace_condition import WanControlConditioner
-from diffusion_runtime.models.wan.weights import IGNORED_SUFFIXES, LORA_NAMES, stays_float32, transformer_pieces
+from diffusion_runtime.models.wan.weights import FLOAT32, IGNORED_SUFFIXES, LORA_NAMES, transformer_pieces
 from diffusion_runtime.text_encoders.clip import check_clip_image_encoder
 from diffusion_runtime.text_encoders.interface import TextEncoder
 from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, load_umt5, umt5_library
-from diffusion_runtime.weights.checkpoint import Piece
+from diffusion_runtime.weights.pieces import NamedPieces
 
 # The flow shift for a folder whose scheduler sets none: that of diffusers' WanPipeline.
 _DEFAULTS = {**published_defaults("wan2.1-14b"), "flow_shift": 3.0}
@@ -196,7 +196,7 @@ def _with_experts(model: _Model) -> _Model:
         weights=dataclasses.replace(
             model.weights,
             components=COMPONENTS,
-            pieces=lambda component: _pieces_with_gates(configs[component]),
+            pieces=lambda component: dict(_pieces_with_gates(configs[component])),
         ),
     )
 
@@ -217,7 +217,7 @@ def _add_gates(module: nn.Module, names: Collection[str]) -> None:
         module.add_gates()
 
 
-def _pieces_with_gates(config: WanTransformerConfig) -> Mapping[str, tuple[Piece, ...]]:
+def _pieces_with_gates(config: WanTransformerConfig) -> Iterator[NamedPieces]:
     return transformer_pieces(dataclasses.replace(config, has_gate=True))
 
 
@@ -252,7 +252,7 @@ FAMILY = ModelFamily(
     decoding=Decoding(
         is_shared=True,
         tiling=causal_tiling,
-        is_fast=True,
+        modes=("fast",),
         load=codec.load_decoder,
         load_encoder=codec.load_clip_encoder,
         tiny_decoders={16: "taew2_1", 48: "taew2_2"},
@@ -260,11 +260,10 @@ FAMILY = ModelFamily(
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=WanTransformer,
-    shared_heads=lambda config: config.num_heads,
     weights=Weights(
         pieces=_pieces_with_gates,
         lora_names=LORA_NAMES,
-        stays_float32=stays_float32,
+        float32=FLOAT32,
         prepare=_add_gates,
         is_ignored=lambda name: name.endswith(IGNORED_SUFFIXES),
     ),

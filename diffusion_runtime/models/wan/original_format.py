@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diffusion_runtime.core.latent_geometry import LatentGeometry, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, ConfigFile, read_config
 from diffusion_runtime.models.wan.config import WanTransformerConfig
 from diffusion_runtime.models.wan.weights import IMAGE_PARTS, LORA_NAMES, PARTS, transformer_pieces
-from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names
+from diffusion_runtime.weights.pieces import NamedPieces
 
 # Of the image encoder, CLIP ViT-H/14: the authors' classes write it down nowhere else.
 IMAGE_DIM = 1280
@@ -86,13 +86,11 @@ def read_geometry(
     )
 
 
-def original_pieces(config: WanTransformerConfig, *, within_attention: bool = True) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other, by the authors' names.
+def original_pieces(config: WanTransformerConfig, *, within_attention: bool = True) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other, by the authors' names.
     within_attention: False for files that keep diffusers' names within attention layers."""
-    return {
-        name: tuple(dataclasses.replace(piece, name=_renamed(piece.name, within_attention)) for piece in pieces)
-        for name, pieces in transformer_pieces(config).items()
-    }
+    for name, pieces in transformer_pieces(config):
+        yield name, tuple(dataclasses.replace(each, name=_renamed(each.name, within_attention)) for each in pieces)
 
 
 def _renamed(name: str, within_attention: bool) -> str:

@@ -15,51 +15,44 @@ from diffusion_runtime.weights.checkpoint import Piece
 from diffusion_runtime.weights.lora.names import LoraNames, block_names
 from diffusion_runtime.weights.pieces import (
     NamedPieces,
+    convolution_pieces,
     feed_forward_pieces,
     layer_norm_pieces,
     linear_pieces,
+    norm_pieces,
     two_layer_pieces,
 )
 
 # Left over in some published checkpoints, and read by nothing.
 IGNORED_SUFFIXES = ("norm_added_q.weight",)
 
-# Parts whose parameters stay float32 in a model of any dtype.
-_FLOAT32_PARTS = frozenset({"time_embedding", "modulation", "out_modulation", "cross_norm", "norm_in", "norm_out"})
+FLOAT32 = (
+    *("time_embedding.*", "out_modulation", "*.modulation", "*.cross_norm.*"),
+    *("image_embedding.norm_in.*", "image_embedding.norm_out.*"),
+)
 
 
-def stays_float32(name: str) -> bool:
-    """Return whether our parameter `name` is kept in float32 when the model is loaded in another dtype."""
-    return not _FLOAT32_PARTS.isdisjoint(name.split("."))
-
-
-def transformer_pieces(config: WanTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
+def transformer_pieces(config: WanTransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim = config.dim
-    pieces: dict[str, tuple[Piece, ...]] = {
-        "patch_embedding.projection.weight": (
-            Piece("patch_embedding.weight", (dim, config.in_channels, *config.patch)),
-        ),
-        "patch_embedding.projection.bias": (Piece("patch_embedding.bias", (dim,)),),
-        "out_modulation": (Piece("scale_shift_table", (1, 2, dim)),),
-    }
+    kernel = (config.in_channels, *config.patch)
+    yield from convolution_pieces("patch_embedding.projection", "patch_embedding", dim, kernel)
+    yield "out_modulation", (Piece("scale_shift_table", (1, 2, dim)),)
     if config.history is not None:
-        shape = (dim, config.in_channels, *config.history.patch)
-        pieces["history_embedding.projection.weight"] = (Piece("far_patch_embedding.weight", shape),)
-        pieces["history_embedding.projection.bias"] = (Piece("far_patch_embedding.bias", (dim,)),)
+        kernel = (config.in_channels, *config.history.patch)
+        yield from convolution_pieces("history_embedding.projection", "far_patch_embedding", dim, kernel)
     embedder = "condition_embedder"
     if config.flow_map is None:
-        pieces.update(two_layer_pieces("time_embedding", f"{embedder}.time_embedder", config.num_waves, dim))
+        yield from two_layer_pieces("time_embedding", f"{embedder}.time_embedder", config.num_waves, dim)
     else:
-        pieces.update(embedding_pieces("time_embedding", embedder, config.num_waves, dim))
-    pieces.update(linear_pieces("time_projection", [(f"{embedder}.time_proj", 6 * dim)], dim))
-    pieces.update(two_layer_pieces("text_embedding", f"{embedder}.text_embedder", config.text_dim, dim))
-    pieces.update(linear_pieces("out", [("proj_out", config.patch_channels)], dim))
-    pieces.update(_image_embedding("image_embedding", f"{embedder}.image_embedder", config))
+        yield from embedding_pieces("time_embedding", embedder, config.num_waves, dim)
+    yield from linear_pieces("time_projection", [(f"{embedder}.time_proj", 6 * dim)], dim)
+    yield from two_layer_pieces("text_embedding", f"{embedder}.text_embedder", config.text_dim, dim)
+    yield from linear_pieces("out", [("proj_out", config.patch_channels)], dim)
+    yield from _image_embedding("image_embedding", f"{embedder}.image_embedder", config)
     for index in range(config.num_layers):
-        pieces.update(_block(f"blocks.{index}", f"blocks.{index}", config))
-    pieces.update(_control(config))
-    return pieces
+        yield from _block(f"blocks.{index}", f"blocks.{index}", config)
+    yield from _control(config)
 
 
 def _control(config: WanTransformerConfig) -> Iterator[NamedPieces]:
@@ -67,9 +60,8 @@ def _control(config: WanTransformerConfig) -> Iterator[NamedPieces]:
     if not config.control_layers:
         return
     dim = config.dim
-    shape = (dim, config.control_channels, *config.patch)
-    yield "control_embedding.projection.weight", (Piece("vace_patch_embedding.weight", shape),)
-    yield "control_embedding.projection.bias", (Piece("vace_patch_embedding.bias", (dim,)),)
+    kernel = (config.control_channels, *config.patch)
+    yield from convolution_pieces("control_embedding.projection", "vace_patch_embedding", dim, kernel)
     yield from linear_pieces("control_in", [("vace_blocks.0.proj_in", dim)], dim)
     plain = dataclasses.replace(config, has_gate=False)
     for number, index in enumerate(config.control_layers):
@@ -105,17 +97,16 @@ def _block(block: str, stored: str, config: WanTransformerConfig) -> Iterator[Na
     if config.image_dim is not None:
         added = [(f"{theirs}.add_k_proj", dim), (f"{theirs}.add_v_proj", dim)]
         yield from linear_pieces(f"{ours}.image.kv", added, dim)
-        yield f"{ours}.image.norm_k.weight", (Piece(f"{theirs}.norm_added_k.weight", (dim,)),)
+        yield from norm_pieces(f"{ours}.image.norm_k", f"{theirs}.norm_added_k", dim)
     if config.norm_cross:
-        yield f"{block}.cross_norm.weight", (Piece(f"{stored}.norm2.weight", (dim,)),)
-        yield f"{block}.cross_norm.bias", (Piece(f"{stored}.norm2.bias", (dim,)),)
+        yield from layer_norm_pieces(f"{block}.cross_norm", f"{stored}.norm2", dim)
     yield from feed_forward_pieces(f"{block}.feed_forward", f"{stored}.ffn", dim, config.ffn_dim)
 
 
 def _attention_rest(ours: str, theirs: str, dim: int) -> Iterator[NamedPieces]:
     """Yield the norms of q and k, and the projection after attention."""
-    yield f"{ours}.norm_q.weight", (Piece(f"{theirs}.norm_q.weight", (dim,)),)
-    yield f"{ours}.norm_k.weight", (Piece(f"{theirs}.norm_k.weight", (dim,)),)
+    for name in ("norm_q", "norm_k"):
+        yield from norm_pieces(f"{ours}.{name}", f"{theirs}.{name}", dim)
     yield from linear_pieces(f"{ours}.out", [(f"{theirs}.to_out.0", dim)], dim)
 
 

@@ -16,7 +16,7 @@ from diffusion_runtime.models.published import published_defaults
 from diffusion_runtime.models.wan import codec
 from diffusion_runtime.models.wan.cross_attention import IMAGE_ROLE
 from diffusion_runtime.models.wan.family import FAMILY as WAN
-from diffusion_runtime.models.wan.weights import stays_float32
+from diffusion_runtime.models.wan.weights import FLOAT32
 from diffusion_runtime.models.wan_animate_2.condition import WanAnimate2Conditioner, size_of_image
 from diffusion_runtime.models.wan_animate_2.config import WanAnimate2Config, read_geometry, read_transformer_config
 from diffusion_runtime.models.wan_animate_2.text import load_text_encoder
@@ -94,7 +94,6 @@ FAMILY: ModelFamily[WanAnimate2Config, LatentGeometry] = ModelFamily(
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=WanAnimate2Transformer,
-    shared_heads=lambda config: config.num_heads,
-    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, stays_float32=stays_float32),
+    weights=Weights(pieces=transformer_pieces, lora_names=LORA_NAMES, float32=FLOAT32),
     adapt=_adapt,
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from diffusion_runtime.core import config_fields
 from diffusion_runtime.core.latent_geometry import ImageGeometry, read_image_factor, read_num_channels
 from diffusion_runtime.core.model_folder import AnyFolder, read_config
 
@@ -11,29 +10,12 @@ from diffusion_runtime.core.model_folder import AnyFolder, read_config
 TOKEN_MULTIPLE = 32
 # The conditioning vector is no wider than this, whatever the width of the transformer.
 _MAX_CONDITIONING = 256
-_KEYS = (
-    "all_patch_size",
-    "all_f_patch_size",
-    "in_channels",
-    "dim",
-    "n_layers",
-    "n_refiner_layers",
-    "n_heads",
-    "n_kv_heads",
-    # In published files next to n_heads, which means the same; no version of the class knows it.
-    "nheads",
-    "norm_eps",
-    "qk_norm",
-    "cap_feat_dim",
-    "siglip_feat_dim",
-    "rope_theta",
-    "t_scale",
-    "axes_dims",
-    "axes_lens",
-)
+_FIXED = {"all_patch_size": [2], "all_f_patch_size": [1], "siglip_feat_dim": None, "t_scale": 1000, "qk_norm": True}
+# `nheads` is in published files next to n_heads, which means the same; no version of the class knows it.
+_UNREAD = ("nheads", "axes_lens")
 
 
-@dataclass(frozen=True)
+@config_fields.config
 class ZImageTransformerConfig:
     """Sizes of a Z-Image transformer.
 
@@ -41,15 +23,15 @@ class ZImageTransformerConfig:
     channels of a head that carry each axis of the rotary positions (place in the sequence, row, column).
     """
 
-    num_layers: int
-    num_refiner_layers: int
-    num_heads: int
-    dim: int
-    num_channels: int
-    text_dim: int
+    num_layers: int = config_fields.layer_count("n_layers")
+    num_refiner_layers: int = config_fields.layer_count("n_refiner_layers")
+    num_heads: int = config_fields.whole_number("n_heads")
+    dim: int = config_fields.whole_number("dim")
+    num_channels: int = config_fields.whole_number("in_channels")
+    text_dim: int = config_fields.whole_number("cap_feat_dim")
     axes: tuple[int, ...]
-    theta: float
-    eps: float
+    theta: float = config_fields.number("rope_theta", 256.0)
+    eps: float = config_fields.number("norm_eps", 1e-5)
     # Not in published configs: the class fixes it.
     num_waves: int = 256
     timestep_hidden_dim: int = 1024
@@ -78,30 +60,16 @@ class ZImageTransformerConfig:
 def read_transformer_config(folder: AnyFolder) -> ZImageTransformerConfig:
     """Read transformer/config.json of a diffusers folder. Raises ModelLoadError that names the file and the key."""
     file = read_config(folder, "transformer")
-    file.refuse_unknown(_KEYS)
-    fixed = {"all_patch_size": [2], "all_f_patch_size": [1], "siglip_feat_dim": None, "t_scale": 1000}
-    for key, wanted in fixed.items():
-        if file.values.get(key, wanted) != wanted:
-            raise file.error(key, f"{wanted}, the only value this family runs", file.values[key])
-    if not file.flag("qk_norm", True):
-        raise file.error("qk_norm", "true", False)
-    dim, num_heads = file.whole_number("dim"), file.whole_number("n_heads")
+    sizes = config_fields.read_fields(
+        ZImageTransformerConfig, file, fixed=_FIXED, others=("n_kv_heads", "axes_dims", *_UNREAD)
+    )
+    dim, num_heads = sizes["dim"], sizes["num_heads"]
     if dim % num_heads:
         raise file.error("dim", f"a multiple of n_heads, {num_heads}", dim)
     if file.whole_number("n_kv_heads", num_heads) != num_heads:
         raise file.error("n_kv_heads", f"n_heads, {num_heads}", file.values["n_kv_heads"])
     axes = file.rotary_axes("axes_dims", dim // num_heads, of="the head size")
-    return ZImageTransformerConfig(
-        num_layers=file.layer_count("n_layers"),
-        num_refiner_layers=file.layer_count("n_refiner_layers"),
-        num_heads=num_heads,
-        dim=dim,
-        num_channels=file.whole_number("in_channels"),
-        text_dim=file.whole_number("cap_feat_dim"),
-        axes=axes,
-        theta=file.number("rope_theta", 256.0),
-        eps=file.number("norm_eps", 1e-5),
-    )
+    return ZImageTransformerConfig(**sizes, axes=axes)
 
 
 def read_geometry(folder: AnyFolder) -> ImageGeometry:

@@ -71,7 +71,6 @@ FAMILY = ModelFamily(
     read_config=read_transformer_config,
     read_geometry=read_geometry,
     transformer=ZImageTransformer,
-    shared_heads=lambda config: config.num_heads,
     weights=Weights(
         pieces=transformer_pieces,
         lora_names=LORA_NAMES,

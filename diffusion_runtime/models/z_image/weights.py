@@ -6,25 +6,27 @@ from collections.abc import Iterator
 
 from diffusion_runtime.models.z_image.config import ZImageTransformerConfig
 from diffusion_runtime.weights.checkpoint import Piece
-from diffusion_runtime.weights.lora.names import LoraNames, Originals, each
-from diffusion_runtime.weights.pieces import NamedPieces, linear_pieces, up_down_pieces
+from diffusion_runtime.weights.lora.names import LoraNames, Originals, block_names, each
+from diffusion_runtime.weights.pieces import (
+    NamedPieces,
+    linear_pieces,
+    norm_pieces,
+    self_attention_pieces,
+    up_down_pieces,
+)
 
 # The one patch size of the published models, as the checkpoint spells it.
 _PATCH = "2-1"
 
 
-def transformer_pieces(config: ZImageTransformerConfig) -> dict[str, tuple[Piece, ...]]:
-    """Return our parameter name -> the checkpoint tensors that fill it, one after the other."""
-    return dict(_all_pieces(config))
-
-
-def _all_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
+def transformer_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
+    """Yield our parameter names, and the checkpoint tensors that fill each, one after the other."""
     dim, narrow = config.dim, config.conditioning_dim
     yield from linear_pieces("patch_embedding", [(f"all_x_embedder.{_PATCH}", dim)], config.patch_channels)
     hidden = config.timestep_hidden_dim
     yield from linear_pieces("timestep_embedding.up", [("t_embedder.mlp.0", hidden)], config.num_waves)
     yield from linear_pieces("timestep_embedding.down", [("t_embedder.mlp.2", narrow)], hidden)
-    yield "text_norm.weight", (Piece("cap_embedder.0.weight", (config.text_dim,)),)
+    yield from norm_pieces("text_norm", "cap_embedder.0", config.text_dim)
     yield from linear_pieces("text_embedding", [("cap_embedder.1", dim)], config.text_dim)
     yield "grid_filler", (Piece("x_pad_token", (1, dim)),)
     yield "text_filler", (Piece("cap_pad_token", (1, dim)),)
@@ -41,12 +43,9 @@ def _all_pieces(config: ZImageTransformerConfig) -> Iterator[NamedPieces]:
 def _block_pieces(
     ours: str, theirs: str, config: ZImageTransformerConfig, *, is_modulated: bool
 ) -> Iterator[NamedPieces]:
-    dim, attention = config.dim, f"{theirs}.attention"
-    qkv = [(f"{attention}.{name}", dim) for name in ("to_q", "to_k", "to_v")]
-    yield from linear_pieces(f"{ours}.self_attention.qkv", qkv, dim, bias=False)
-    yield from linear_pieces(f"{ours}.self_attention.out", [(f"{attention}.to_out.0", dim)], dim, bias=False)
-    for name in ("norm_q", "norm_k"):
-        yield f"{ours}.self_attention.{name}.weight", (Piece(f"{attention}.{name}.weight", (config.head_dim,)),)
+    dim = config.dim
+    attention = f"{ours}.self_attention", f"{theirs}.attention"
+    yield from self_attention_pieces(*attention, dim, dim, config.head_dim)
     norms = {
         "attention_norm": "attention_norm1",
         "attention_out_norm": "attention_norm2",
@@ -54,7 +53,7 @@ def _block_pieces(
         "ffn_out_norm": "ffn_norm2",
     }
     for mine, name in norms.items():
-        yield f"{ours}.{mine}.weight", (Piece(f"{theirs}.{name}.weight", (dim,)),)
+        yield from norm_pieces(f"{ours}.{mine}", f"{theirs}.{name}", dim)
     mine, name, ffn_dim = f"{ours}.feed_forward", f"{theirs}.feed_forward", config.ffn_dim
     up = [(f"{name}.{part}", ffn_dim) for part in ("w1", "w3")]
     yield from up_down_pieces(mine, up, f"{name}.w2", dim, ffn_dim, bias=False)
@@ -75,14 +74,12 @@ _SAME = (
 )
 
 
-def _block(name: str) -> Originals:
-    attention = f"{name}.attention"
-    return {
-        f"{attention}.qkv": each(attention, ("to_q", "to_k", "to_v")),
-        f"{attention}.out": f"{attention}.to_out.0",
-        f"{attention}.q_norm": f"{attention}.norm_q",
-        f"{attention}.k_norm": f"{attention}.norm_k",
-    }
+_ATTENTION: Originals = {
+    "attention.qkv": each("attention", ("to_q", "to_k", "to_v")),
+    "attention.out": "attention.to_out.0",
+    "attention.q_norm": "attention.norm_q",
+    "attention.k_norm": "attention.norm_k",
+}
 
 
 LORA_NAMES = LoraNames(
@@ -97,7 +94,7 @@ LORA_NAMES = LoraNames(
         "cap_pad_token",
     ),
     originals={
-        **{original: target for name in _BLOCKS for original, target in _block(name).items()},
+        **{theirs: ours for name in _BLOCKS for theirs, ours in block_names(name, name, _ATTENTION).items()},
         "x_embedder": "all_x_embedder.2-1",
         "final_layer.linear": "all_final_layer.2-1.linear",
         "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",

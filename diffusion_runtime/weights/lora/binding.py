@@ -148,7 +148,7 @@ class _Binding:
 
     def lora(self) -> Lora:
         self._refuse_unknown_keys()
-        why = self.target.names.refusal(key for module in self.file.modules for key in module.keys)
+        why = self.target.names.refusal([key for module in self.file.modules for key in module.keys])
         if why is not None:
             raise ModelLoadError(f"{self.file.path}: {why}")
         self._refuse_scaled_replacements()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -43,7 +43,7 @@ class LoraNames:
     transformer change too. widths, num_blocks: of the published models, the width of the
     transformer and how many blocks it has of the kind that it has most of, or of another kind; they tell families apart
     that use the same names. shares_names_of: the title of another family, for which files are taken that may be for
-    either. refusal: keys of a file -> why it cannot be told what they change; None where it can.
+    either. undecided: the authors' modules of q, k and v whose rows published weights have in two orders.
     """
 
     title: str
@@ -55,7 +55,7 @@ class LoraNames:
     widths: frozenset[int] = frozenset()
     num_blocks: frozenset[int] = frozenset()
     shares_names_of: str = ""
-    refusal: Callable[[Iterable[str]], str | None] = lambda _: None
+    undecided: tuple[str, ...] = ()
 
     def find(self, name: str, *, flattened: bool) -> tuple[Rows, ...]:
         """The modules of diffusers that a module in a file denotes; empty for an unknown name.
@@ -70,6 +70,19 @@ class LoraNames:
             return ()
         template = f"{name[: match.start()]}{{}}{name[match.end() :]}"
         return tuple(rows.at(match[0]) for rows in table.get(template, ()))
+
+    def refusal(self, keys: Iterable[str]) -> str | None:
+        """Return why it cannot be told what the keys of a file change; None where it can. Files of DiffSynth-Studio,
+        whose adapters have a name, are made of weights in either order of `undecided`."""
+        for name in self.undecided:
+            if any(key.endswith(f".{name}.lora_B.default.weight") for key in keys):
+                return (
+                    f"its {name} is of DiffSynth-Studio (lora_B.default), whose rows are q, k and v one after the "
+                    "other where it was trained on a single file, and interleaved by head where it was trained on the "
+                    "authors' shards; the file does not say which. Write q, k and v apart, as attn.to_q.lora_B.weight "
+                    "and so on"
+                )
+        return None
 
     def reason_absent(self, module: str) -> str | None:
         """Which models have this module of diffusers', where the family declares it; None otherwise."""

@@ -21,8 +21,8 @@ from diffusion_runtime.attention import AttentionConfig, AttentionContext, Atten
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.hunyuan_video.family import FAMILY
 from diffusion_runtime.models.hunyuan_video.transformer import REFINER_ROLE, HunyuanVideoTransformer
-from diffusion_runtime.models.hunyuan_video.weights import stays_float32
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions
@@ -177,7 +177,7 @@ def test_bfloat16_is_as_exact_as_diffusers(folder_of: Callable[[str], Path]) -> 
     theirs_error = relative(run_theirs(theirs, inputs, torch.bfloat16), reference)
     ours = load_ours(folder, torch.bfloat16)
     for name, parameter in ours.named_parameters():
-        assert stays_float32(name) == (parameter.dtype == torch.float32)
+        assert FAMILY.weights.stays_float32(name) == (parameter.dtype == torch.float32)
     out = run_ours(ours, inputs)
     assert out.dtype == torch.float32
     assert relative(out, reference) < 1.5 * theirs_error < 0.3

@@ -70,6 +70,7 @@ def version_15(policy: AttentionPolicy) -> tuple[DiffusionTransformer, torch.Ten
         theta=256.0,
         target_size=32,
         starts_from_image=True,
+        takes_next_timestep=False,
     )
     model = HunyuanVideo15Transformer(config, LatentGeometry(4, 8, 4, config.patch), policy)
     text = Conditions.of(torch.randn(2, 7, 8), (4, 7), further=[TextStream(torch.randn(2, 5, 6), (5, 0))])

@@ -20,9 +20,9 @@ from diffusion_runtime.attention import AttentionConfig, AttentionContext, Atten
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.errors import RequestError
+from diffusion_runtime.models.hunyuan_video_15.family import FAMILY
 from diffusion_runtime.models.hunyuan_video_15.text_stream import REFINER_ROLE, Tokens, joined
 from diffusion_runtime.models.hunyuan_video_15.transformer import HunyuanVideo15Transformer
-from diffusion_runtime.models.hunyuan_video_15.weights import stays_float32
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
@@ -244,7 +244,7 @@ def test_bfloat16_is_as_exact_as_diffusers(folder_of: Callable[[str], Path]) -> 
     theirs_error = relative(run_theirs(load_theirs(folder, torch.bfloat16), inputs, torch.bfloat16), reference)
     ours = load_ours(folder, torch.bfloat16)
     for name, parameter in ours.named_parameters():
-        assert stays_float32(name) == (parameter.dtype == torch.float32)
+        assert FAMILY.weights.stays_float32(name) == (parameter.dtype == torch.float32)
     out = run_ours(ours, inputs)
     assert out.dtype == torch.float32
     assert relative(out, reference) < 1.5 * theirs_error < 0.3

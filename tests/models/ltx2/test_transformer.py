@@ -25,8 +25,8 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
+from diffusion_runtime.models.ltx2.family import FAMILY
 from diffusion_runtime.models.ltx2.transformer import LTX2Transformer
-from diffusion_runtime.models.ltx2.weights import stays_float32
 from diffusion_runtime.models.registry import family_for_folder
 from diffusion_runtime.text_encoders.interface import Conditions, TextStream
 from diffusion_runtime.weights.lora.binding import bind
@@ -251,7 +251,7 @@ def test_bfloat16_is_as_exact_as_diffusers(folder_of: Callable[[str], Path]) -> 
     theirs = run_theirs(load_theirs(folder, torch.bfloat16), inputs, torch.bfloat16)
     ours = load_ours(folder, torch.bfloat16)
     for name, parameter in ours.named_parameters():
-        assert stays_float32(name) == (parameter.dtype == torch.float32)
+        assert FAMILY.weights.stays_float32(name) == (parameter.dtype == torch.float32)
     out = run_ours(ours, inputs)
     assert out.dtype == torch.float32
     for found, other, expected in zip(*(both_parts(x, inputs) for x in (out, theirs, reference)), strict=True):

@@ -7,7 +7,7 @@ import torch
 from sound_denoiser import sound_denoiser, sound_inputs
 
 from diffusion_runtime.attention import AttentionContext, AttentionPolicy
-from diffusion_runtime.models.ltx2.weights import stays_float32
+from diffusion_runtime.models.ltx2.family import FAMILY
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ def test_forward_equals_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
     expected = sound_denoiser(AttentionPolicy(), head_dim=64)(*sound_inputs(), AttentionContext())
     model = sound_denoiser(AttentionPolicy(device="cuda", dtype=dtype), head_dim=64)
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to("cuda", torch.float32 if stays_float32(name) else dtype)
+        parameter.data = parameter.data.to("cuda", torch.float32 if FAMILY.weights.stays_float32(name) else dtype)
     out = model(*sound_inputs("cuda"), AttentionContext())
     assert out.device.type == "cuda"
     assert float((out.cpu() - expected).abs().max() / expected.abs().max()) < tolerance

@@ -19,7 +19,6 @@ from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.models.interface import DenoiserInputs, ImageCondition
 from diffusion_runtime.models.ltx_video.family import FAMILY
 from diffusion_runtime.models.ltx_video.transformer import LTXVideoTransformer
-from diffusion_runtime.models.ltx_video.weights import stays_float32
 from diffusion_runtime.text_encoders.interface import Conditions
 
 SIZE, NUM_TEXT_TOKENS = ClipSize(64, 128, 17, 30), 9
@@ -97,7 +96,7 @@ def test_bfloat16_is_as_exact_as_diffusers(tmp_path: Path) -> None:
     theirs = run_theirs(load_theirs(folder, torch.bfloat16), LATENTS, TIMESTEP, torch.bfloat16)
     ours = load_transformer(FAMILY, folder, torch.bfloat16)
     for name, parameter in ours.named_parameters():
-        assert stays_float32(name) == (parameter.dtype == torch.float32)
+        assert FAMILY.weights.stays_float32(name) == (parameter.dtype == torch.float32)
     assert relative(run_ours(ours), reference) < 1.5 * relative(theirs, reference) < 0.3
 
 

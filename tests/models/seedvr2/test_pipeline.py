@@ -290,7 +290,7 @@ def test_a_model_is_found_in_the_folders_of_comfyui(files: dict[str, str], tmp_p
     place = tmp_path / "ComfyUI" / "models" / "SEEDVR2"
     place.mkdir(parents=True)
     config = read_transformer_config(packaged_folder("SeedVR2-3B") or Path())
-    tensors = {piece.name: piece.shape for each in transformer_pieces(config).values() for piece in each}
+    tensors = {piece.name: piece.shape for _, each in transformer_pieces(config) for piece in each}
     write_heads(place / "seedvr2_ema_3b_fp16.safetensors", {**tensors, "blocks.0.attn.rope.rope.freqs": (21,)})
     alone = upscale(files["photo"], "--dry-run", cwd=tmp_path, HOME=str(tmp_path))
     assert "parts of seedvr2-3b are missing" in alone.said

@@ -210,7 +210,7 @@ def test_parameters_have_the_dtypes_they_have_in_diffusers(folder_of: FolderOf) 
     ours = load_transformer(FAMILY, folder, torch.bfloat16)
     theirs = WanTransformer3DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16)
     dtypes = {key: value.dtype for key, value in theirs.state_dict().items()}
-    pieces = transformer_pieces(ours.config)
+    pieces = dict(transformer_pieces(ours.config))
     for key, value in ours.state_dict().items():
         assert {dtypes.pop(piece.name) for piece in pieces[key]} == {value.dtype}, key
     assert not dtypes

@@ -20,7 +20,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.errors import BackendUnavailableError, RequestError
 from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.transformer import WanTransformer
-from diffusion_runtime.models.wan.weights import stays_float32, transformer_pieces
+from diffusion_runtime.models.wan.weights import transformer_pieces
 
 CPU = torch.device("cpu")
 CHANNELS, TEXT_DIM = 4, 12
@@ -164,10 +164,10 @@ def test_bfloat16_keeps_the_same_parts_in_float32_and_is_as_exact_as_diffusers(
 def test_every_parameter_has_the_dtype_it_has_in_diffusers(folder_of: Callable[[str], Path], name: str) -> None:
     ours, theirs = load_ours(folder_of(name), torch.bfloat16), load_theirs(folder_of(name), torch.bfloat16)
     their_dtypes = {key: value.dtype for key, value in theirs.state_dict().items()}
-    pieces = transformer_pieces(ours.config)
+    pieces = dict(transformer_pieces(ours.config))
     for key, value in ours.state_dict().items():
         assert {their_dtypes.pop(piece.name) for piece in pieces[key]} == {value.dtype}, key
-        assert stays_float32(key) == (value.dtype == torch.float32)
+        assert FAMILY.weights.stays_float32(key) == (value.dtype == torch.float32)
     assert not their_dtypes
 
 

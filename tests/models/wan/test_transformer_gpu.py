@@ -13,9 +13,9 @@ from diffusion_runtime.attention.roles import register_role
 from diffusion_runtime.core.latent_geometry import LatentGeometry
 from diffusion_runtime.models.interface import ImageCondition
 from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.transformer import WanTransformer
 from diffusion_runtime.models.wan.vace import CONTROL_SELF_ROLE, CONTROL_TEXT_ROLE, WanVaceTransformer
-from diffusion_runtime.models.wan.weights import stays_float32
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +51,7 @@ def build(device: str, dtype: torch.dtype, config: WanTransformerConfig = CONFIG
     model = made(config, LatentGeometry(16, 8, 4, PATCH), policy).requires_grad_(False).eval()
     for name, parameter in model.named_parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape))
-        parameter.data = parameter.data.to(device, torch.float32 if stays_float32(name) else dtype)
+        parameter.data = parameter.data.to(device, torch.float32 if FAMILY.weights.stays_float32(name) else dtype)
     return model
 
 

@@ -226,7 +226,7 @@ def test_a_forward_pass_equals_diffusers(folder_of: FolderOf) -> None:
     halved = load_transformer(FAMILY, folder, torch.bfloat16)
     stored = WanVACETransformer3DModel.from_pretrained(folder / "transformer", dtype=torch.bfloat16)
     dtypes = {key: value.dtype for key, value in stored.state_dict().items()}
-    pieces = transformer_pieces(halved.config)
+    pieces = dict(transformer_pieces(halved.config))
     for key, value in halved.state_dict().items():
         assert {dtypes.pop(piece.name) for piece in pieces[key]} == {value.dtype}, key
     assert not dtypes
