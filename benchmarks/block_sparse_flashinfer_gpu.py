@@ -21,11 +21,10 @@ import torch.nn.functional as F
 
 from benchmarks.block_sparse_gpu import HEAD_DIM, inputs, milliseconds, random_plan, uniform
 from benchmarks.machine import describe_machine
-from diffusion_runtime.kernels.block_sparse import flash4, flashinfer
+from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gluon, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention, refusal
 from diffusion_runtime.kernels.block_sparse.plan import SparsePlan
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
-from diffusion_runtime.kernels.block_sparse.triton import prepare, tile_shape
 
 TOKENS = 32768
 SCALE = HEAD_DIM**-0.5
@@ -49,11 +48,12 @@ def errors_of(implementation: str, heads: int) -> dict[str, float]:
 
 def ours(plan: SparsePlan, heads: int) -> dict[str, Any]:
     q, k, v = inputs(TOKENS, heads)
-    shape = tile_shape(q, plan)
-    prepared = prepare(q, k, v, plan, scale=SCALE, shape=shape)
-    whole = milliseconds(lambda: prepare(q, k, v, plan, scale=SCALE, shape=shape).launch())
+    implementation = "gluon" if gluon.refusal(q, plan) is None else "triton"
+    prepare = gluon.prepare if implementation == "gluon" else triton.prepare
+    prepared = prepare(q, k, v, plan, scale=SCALE)
+    whole = milliseconds(lambda: prepare(q, k, v, plan, scale=SCALE).launch())
     return {
-        "implementation": "triton",
+        "implementation": implementation,
         "kernel_ms": milliseconds(prepared.launch),
         "whole_ms": whole,
         "planned_ms": whole,
@@ -102,7 +102,7 @@ def main() -> None:
     torch.manual_seed(0)
     package = flashinfer.package_refusal()
     began = time.perf_counter()
-    errors = {name: errors_of(name, 2) for name in ("triton", *(() if package else ("flashinfer",)))}
+    errors = {name: errors_of(name, 2) for name in ("auto", *(() if package else ("flashinfer",)))}
     started = time.perf_counter() - began
     rows, dense_ms = [], {}
     for heads in map(int, arguments.heads.split(",")):

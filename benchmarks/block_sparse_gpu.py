@@ -1,4 +1,5 @@
-"""The block-sparse kernel against dense attention on one GPU: correctness first, then every variant in one run.
+"""The Triton kernel and FlashAttention-4's against dense attention on one GPU: correctness first, then every variant
+in one run. Hopper's kernel for blocks of 64: block_sparse_gluon_gpu.py.
 
     python -m benchmarks.block_sparse_gpu --output benchmarks/results/block_sparse_gpu.json
     python -m benchmarks.block_sparse_gpu --pooled-tail    # each plan as well with the rest pooled

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +26,9 @@ from diffusion_runtime.kernels.block_sparse.triton import (  # noqa: E402
     TileShape,
     block_sparse_triton,
 )
+
+# block_sparse_triton, or what is called as it is.
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def layouts(grid: tuple[int, int, int]) -> dict[str, TokenLayout]:
@@ -65,10 +69,12 @@ def errors(
     gated: bool = True,
     plain: bool = True,
     pooled_tail: bool = False,
+    attend: Attend = block_sparse_triton,
 ) -> dict[str, float]:
     """Largest differences of out, lse and out with a branch, over the reference's own from float64; must be small.
 
-    gated: with a branch; plain: without one, in a launch of its own. pooled_tail: of the plan.
+    gated: with a branch; plain: without one, in a launch of its own. pooled_tail: of the plan. attend: the kernel;
+    others than the default take no shape.
     """
     plan = dataclasses.replace(plan_of(kind, layout), pooled_tail=pooled_tail).to(device)
     q, k, v = (
@@ -81,12 +87,14 @@ def errors(
     empty = exact_lse == float("-inf")
     result = {"own": float(own), "lse": 0.0}
 
+    shaped = {} if shape is None else {"shape": shape}
+
     def see(lse: torch.Tensor) -> None:
         assert torch.equal(lse == float("-inf"), empty), "rows that see nothing"
         result["lse"] = max(result["lse"], float((lse.double() - exact_lse).masked_fill(empty, 0).abs().max()))
 
     if plain:
-        out, lse = block_sparse_triton(q, k, v, plan, scale=scale, shape=shape)
+        out, lse = attend(q, k, v, plan, scale=scale, **shaped)
         assert not out.transpose(1, 2)[empty].any(), "rows that see nothing are 0"
         result["out"] = float((out.double() - exact).norm() / exact.norm())
         see(lse)
@@ -96,7 +104,7 @@ def errors(
             torch.randn(2, 2, plan.q.num_blocks, head_dim, generator=generator).to(device),
             torch.randn(q.shape, generator=generator).to(device, dtype),
         )
-        with_branch, lse = block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, shape=shape)
+        with_branch, lse = attend(q, k, v, plan, scale=scale, branch=branch, **shaped)
         expected = add_branch(exact, plan, branch)
         result["gated"] = float((with_branch.double() - expected).norm() / expected.norm())
         see(lse)
@@ -108,14 +116,24 @@ def errors(
     return result
 
 
-def check_poisoned_values(kind: str, layout: TokenLayout, shape: TileShape | None, device: str) -> None:
+def check_poisoned_values(
+    kind: str,
+    layout: TokenLayout,
+    shape: TileShape | None,
+    device: str,
+    attend: Attend = block_sparse_triton,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """NaN and inf in values and keys reach the queries that see them and no others, padded text included.
 
     Those in the values of the first sample and in the keys of the second are found in one launch.
     """
     plan = plan_of(kind, layout).to(device)
-    q, k, v = (x.to(device) for x in random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=16))
-    clean, _ = block_sparse_triton(q, k, v, plan, scale=0.25, shape=shape)
+    qkv = random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    q, k, v = (x.to(device) for x in qkv)
+    shaped = {} if shape is None else {"shape": shape}
+    clean, _ = attend(q, k, v, plan, scale=0.25, **shaped)
     exact, _ = block_sparse_reference(q.double(), k.double(), v.double(), plan, scale=0.25)
     assert float((clean.double() - exact).norm() / exact.norm()) <= 8 * torch.finfo(q.dtype).eps, kind
     poison = (
@@ -125,7 +143,7 @@ def check_poisoned_values(kind: str, layout: TokenLayout, shape: TileShape | Non
     for sample, (x, values) in enumerate(poison):
         for key, value in values.items():
             x[sample, key] = value
-    out, _ = block_sparse_triton(q, k, v, plan, scale=0.25, shape=shape)
+    out, _ = attend(q, k, v, plan, scale=0.25, **shaped)
     mask = plan.to_dense_mask().transpose(1, 2)
     for sample, (_, values) in enumerate(poison):
         sees = mask[sample][..., list(values)].any(dim=-1)
@@ -135,7 +153,9 @@ def check_poisoned_values(kind: str, layout: TokenLayout, shape: TileShape | Non
         assert torch.equal(out[sample][~sees], clean[sample][~sees]), (kind, values)
 
 
-def check_in_place(shape: TileShape | None, dtype: torch.dtype, head_dim: int, device: str) -> None:
+def check_in_place(
+    shape: TileShape | None, dtype: torch.dtype, head_dim: int, device: str, attend: Attend = block_sparse_triton
+) -> None:
     """Tokens that stand in the order of the plan are not packed: the bits are those of tokens that are, whatever the
     padding of the text holds."""
     layout, tile = TokenLayout((3, 4, 3), num_suffix_tokens=7, valid_lengths=(0, 5)), (2, 4, 3)
@@ -149,11 +169,12 @@ def check_in_place(shape: TileShape | None, dtype: torch.dtype, head_dim: int, d
     branch = PooledBranch(torch.randn(2, 2, plan.q.num_blocks, head_dim), torch.randn(2, len(order), 2, head_dim))
     branch = PooledBranch(branch.pooled.to(device), branch.gate.to(device, dtype))
     branch_in_order = PooledBranch(branch.pooled, branch.gate[:, order])
-    expected = block_sparse_triton(*product.split([2, 1, 1], dim=2), plan, scale=0.2, branch=branch, shape=shape)
+    shaped = {} if shape is None else {"shape": shape}
+    expected = attend(*product.split([2, 1, 1], dim=2), plan, scale=0.2, branch=branch, **shaped)
     with mock.patch.object(triton, "pack_tokens", side_effect=AssertionError("packed")):
         q, k, v = product[:, order].split([2, 1, 1], dim=2)
         assert triton.reads_in_place(q, k, v, plan_in_order.q, plan_in_order.kv)
-        out, lse = block_sparse_triton(q, k, v, plan_in_order, scale=0.2, branch=branch_in_order, shape=shape)
+        out, lse = attend(q, k, v, plan_in_order, scale=0.2, branch=branch_in_order, **shaped)
     assert torch.equal(out, expected[0][:, order])
     assert torch.equal(lse, expected[1][:, :, order])
     assert out.isfinite().all()

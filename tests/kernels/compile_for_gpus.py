@@ -145,6 +145,10 @@ def further_calls() -> Iterator[Callable[[], object]]:
     for kind, tail in (("small tiles", True), ("row mask", True), ("small tiles", False)):
         call = partial(sparse.errors, kind, sparse.LAYOUTS["suffix"], 64, torch.bfloat16, None, 0.1, "cpu", False)
         yield partial(call, pooled_tail=tail)
+    for head_dim, layout in ((64, "grid"), (128, "suffix")):
+        attend = importlib.import_module(f"{KERNELS}.block_sparse.gluon").block_sparse_gluon
+        case = ("tiles", sparse.LAYOUTS[layout], head_dim, torch.bfloat16, None, 0.1, "cpu")
+        yield partial(sparse.errors, *case, layout == "suffix", layout == "grid", attend=attend)
     gathered = importlib.import_module("gathered_cases")
     pooled = dataclasses.replace(gathered.gathered_plan(gathered.SMALL), pooled_tail=True)
     yield partial(gathered.check, pooled, gathered.SMALL, head_dim=64, dtype=torch.bfloat16)

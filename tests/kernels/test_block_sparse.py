@@ -14,7 +14,7 @@ from tables import table
 from diffusion_runtime.attention import SparsePlan, TokenLayout
 from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_sparse import flash4, gathered, triton
+from diffusion_runtime.kernels.block_sparse import flash4, gathered, gluon, triton
 from diffusion_runtime.kernels.block_sparse.api import block_sparse_attention
 from diffusion_runtime.kernels.block_sparse.pieces import list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch
@@ -91,7 +91,7 @@ def test_a_pooled_tail_has_gradients_in_the_reference() -> None:
     torch.testing.assert_close(got, expected)
 
 
-@table("implementation", ["auto", "triton", "gathered", "flash4"])
+@table("implementation", ["auto", "triton", "gluon", "gathered", "flash4"])
 def test_an_implementation_without_gradients_refuses_inputs_that_require_them(
     implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,8 +100,8 @@ def test_an_implementation_without_gradients_refuses_inputs_that_require_them(
     plan = plans(layout)["tiles"]
     q, k, v = random_qkv(layout, batch=2, num_heads=4, num_kv_heads=2)
     pooled, gate = torch.randn(2, 4, plan.q.num_blocks, 16), torch.randn_like(q)
-    kernels = ((triton, "block_sparse_triton"), (gathered, "block_sparse_gathered"), (flash4, "block_sparse_flash4"))
-    for module, name in kernels:
+    for module in (triton, gluon, gathered, flash4):
+        name = f"block_sparse_{module.__name__.rpartition('.')[2]}"
         monkeypatch.setattr(module, "refusal", lambda *_: None)
         monkeypatch.setattr(module, name, lambda *_, **__: (torch.zeros_like(q), torch.zeros(2, 4, q.shape[1])))
 
@@ -241,8 +241,10 @@ def test_tensors_that_do_not_fit_and_implementations_that_cannot_run_are_refused
     q, k, v = random_qkv(layout, num_heads=4, num_kv_heads=2)
     with pytest.raises(ConfigError, match=r"is for q \(1, 210, 4\).*got q \(1, 209, 4, 16\)"):
         block_sparse_attention(q[:, 1:], k, v, plan)
-    with pytest.raises(ConfigError, match="expected auto, reference, triton, gathered, flash4, flashinfer, got 'cuda'"):
+    known = "auto, reference, triton, gluon, gathered, flash4, flashinfer"
+    with pytest.raises(ConfigError, match=f"expected {known}, got 'cuda'"):
         block_sparse_attention(q, k, v, plan, implementation="cuda")
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="'flash4' cannot run here: needs a CUDA GPU"):
-            block_sparse_attention(q, k, v, plan, implementation="flash4")
+        for name in ("flash4", "gluon"):
+            with pytest.raises(ConfigError, match=f"'{name}' cannot run here: needs a CUDA GPU"):
+                block_sparse_attention(q, k, v, plan, implementation=name)

@@ -192,7 +192,8 @@ class SparseBackend(ImportingBackend):
         sizes = [min(extent, size) for extent, size in zip(layout.grid, tile, strict=True)]
         are_equal = all(extent % size == 0 for extent, size in zip(layout.grid, sizes, strict=True))
         num_tiles = math.prod(tile_counts(layout.grid, tile))
-        return PlanForm(num_tokens, num_grid, num_tiles, math.prod(sizes) if are_equal else None)
+        largest = math.prod(sizes)
+        return PlanForm(num_tokens, num_grid, num_tiles, largest if are_equal else None, largest)
 
     def expected_implementation(self, form: CallForm) -> str | None:
         layout, options = form.layout, form.options

@@ -10,12 +10,12 @@ from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.packed_tokens import TAIL_ROWS, PackedTokens
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.block_packing import row_width
-from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gathered, triton
+from diffusion_runtime.kernels.block_sparse import flash4, flashinfer, gathered, gluon, triton
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans
 from diffusion_runtime.kernels.block_sparse.reference import block_sparse_reference
 
-IMPLEMENTATIONS = ("reference", "triton", "gathered", "flash4", "flashinfer")
+IMPLEMENTATIONS = ("reference", "triton", "gluon", "gathered", "flash4", "flashinfer")
 
 
 class BlockSparseResult(NamedTuple):
@@ -70,6 +70,9 @@ def block_sparse_attention(
     elif chosen == "triton":
         out, lse = triton.block_sparse_triton(q, k, v, plan, scale=scale, branch=branch, packed=packed, means=means)
         branch = None
+    elif chosen == "gluon":
+        out, lse = gluon.block_sparse_gluon(q, k, v, plan, scale=scale, branch=branch, packed=packed)
+        branch = None
     elif chosen == "gathered":
         out, lse = gathered.block_sparse_gathered(q, k, v, plan, scale=scale, packed=packed, means=means)
     elif chosen == "flashinfer":
@@ -91,6 +94,8 @@ def refusal(implementation: str, q: torch.Tensor, plan: SparsePlan, return_lse: 
         return gathered.refusal(q, plan)
     if implementation == "flashinfer":
         return flashinfer.refusal(q, plan, return_lse)
+    if implementation == "gluon":
+        return gluon.refusal(q, plan)
     return triton.refusal(q, plan) if implementation == "triton" else flash4.refusal(q, plan)
 
 
@@ -122,7 +127,7 @@ def takes_packed_rows(
 
 def _choose(implementation: str, q: torch.Tensor, plan: SparsePlan, return_lse: bool) -> str:
     if implementation == "auto":
-        names = ("flash4", "gathered", "triton", "reference")
+        names = ("flash4", "gathered", "gluon", "triton", "reference")
         return next(name for name in names if refusal(name, q, plan) is None)
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"implementation: expected auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")

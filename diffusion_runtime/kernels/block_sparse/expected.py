@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from diffusion_runtime.core.hardware import Hardware
-from diffusion_runtime.kernels.block_sparse import flash4, triton
+from diffusion_runtime.kernels.block_sparse import flash4, gluon, triton
 from diffusion_runtime.kernels.block_sparse.row_masks import MAXIMUM_BLOCKS
 
 _GPU_PLATFORMS = ("cuda", "rocm")
@@ -15,13 +15,14 @@ _GPU_PLATFORMS = ("cuda", "rocm")
 
 class PlanForm(NamedTuple):
     """num_tokens: text included; num_key_blocks: at most. block_size: of every block, None where blocks differ;
-    has_row_masks: with a bound on a query's blocks; is_shared: whether all heads have the same blocks;
-    pooled_tail: as of the plan."""
+    largest_block: None where the content decides; has_row_masks: with a bound on a query's blocks; is_shared: whether
+    all heads have the same blocks; pooled_tail: as of the plan."""
 
     num_tokens: int
     num_grid_tokens: int
     num_key_blocks: int
     block_size: int | None = None
+    largest_block: int | None = None
     has_row_masks: bool = False
     is_shared: bool = True
     pooled_tail: bool = False
@@ -35,7 +36,11 @@ def expected_implementation(hardware: Hardware, dtype: torch.dtype, head_dim: in
     if plan.has_row_masks:
         is_gathered = not has_text and plan.is_shared and plan.num_key_blocks <= MAXIMUM_BLOCKS
         return "gathered" if is_gathered else "triton"
-    if plan.pooled_tail or has_text or not plan.is_shared or plan.block_size is None or plan.block_size % flash4.TILE:
+    if plan.pooled_tail:
+        return "triton"
+    if flash4.serves(hardware) and gluon.refusal_of_form(dtype, head_dim, plan.largest_block) is None:
+        return "gluon" if gluon.package_refusal() is None else "triton"
+    if has_text or not plan.is_shared or plan.block_size is None or plan.block_size % flash4.TILE:
         return "triton"
     if not flash4.serves(hardware) or dtype not in flash4.DTYPES or head_dim not in flash4.HEAD_SIZES:
         return "triton"

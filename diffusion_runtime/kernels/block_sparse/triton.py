@@ -6,6 +6,7 @@ loop over keys has no inner loop and masks nothing but the rest of a block (see 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from diffusion_runtime.core.block_geometry import BlockGeometry
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.core.packed_tokens import PackedTokens
 from diffusion_runtime.kernels.block_packing import Averaged, pack_tokens, row_width, rows_contiguous
-from diffusion_runtime.kernels.block_sparse.pieces import list_pieces, list_tiles
+from diffusion_runtime.kernels.block_sparse.pieces import Pieces, Tiles, list_pieces, list_tiles
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan
 from diffusion_runtime.kernels.block_sparse.pooled_tail import BlockMeans, listed_words, means_of, tail_rows
 
@@ -74,6 +75,11 @@ def refusal_of_size(q: torch.Tensor, num_tokens: int) -> str | None:
         return f"takes bfloat16, float16 and float32, not {q.dtype}"
     if q.shape[-1] > MAXIMUM_HEAD_SIZE:
         return f"takes head sizes up to {MAXIMUM_HEAD_SIZE}, not {q.shape[-1]}"
+    return refusal_of_tokens(num_tokens)
+
+
+def refusal_of_tokens(num_tokens: int) -> str | None:
+    """Return why the kernels compute no plan of this many tokens, or None."""
     if num_tokens >= MAXIMUM_TOKENS:
         return f"takes fewer than {MAXIMUM_TOKENS} tokens, not {num_tokens}"
     return None
@@ -148,6 +154,82 @@ class Prepared:
     launch: Callable[[], object]
 
 
+@dataclass(frozen=True)
+class KernelInputs:
+    """What every kernel of a plan reads and writes.
+
+    values: q, k and v, packed, or with in_place as they are; scale: positive; packed: of values, None in place; gate,
+    pooled: out where there is no branch.
+    """
+
+    values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    scale: float
+    packed: PackedTokens | None
+    pieces: Pieces
+    tiles: Tiles
+    out: torch.Tensor
+    lse: torch.Tensor
+    pooled: torch.Tensor
+    gate: torch.Tensor
+
+    @property
+    def in_place(self) -> bool:
+        return self.packed is None
+
+    def strides(self, dim: int) -> tuple[int, int, int]:
+        """Of q, k and v from token to token (dim -3) or from head to head (-2); 0 for packed rows, whose kernels know
+        them."""
+        q, k, v = (x.stride(dim) if self.in_place else 0 for x in self.values)
+        return q, k, v
+
+
+def inputs_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: SparsePlan,
+    shape: TileShape,
+    *,
+    scale: float,
+    branch: PooledBranch | None,
+    packed: PackedTokens | None,
+    has_means: bool = True,
+) -> KernelInputs:
+    """Pack q, k and v where they are not read in place, and list pieces and tiles; arguments as in block_sparse_triton.
+    has_means: False computes the means of keys and values while they are packed."""
+    from diffusion_runtime.kernels.block_sparse import triton_kernels as kernels
+
+    batch, num_rows, num_heads, _ = q.shape
+    text = plan.text_lengths
+    if scale <= 0:
+        # The running maximum is taken before the scale is applied, so the scale must keep the order.
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+        packed = None
+    in_place = packed is None and plan.row_mask is None and reads_in_place(q, k, v, plan.q, plan.kv)
+    if packed is None and not in_place:
+        averaged: Averaged = "none" if has_means else "kv"
+        packed = pack_tokens(
+            q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, text_lengths=text, averaged=averaged
+        )
+    # Padded text rows are written by no tile.
+    out = q.new_empty(q.shape) if text is None else q.new_zeros(q.shape)
+    lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
+    if text is not None:
+        lse.fill_(float("-inf"))
+    pooled, gate = (out, out) if branch is None else (branch.pooled.contiguous(), rows_contiguous(branch.gate))
+    return KernelInputs(
+        values=(q, k, v) if packed is None else (packed.q, packed.k, packed.v),
+        scale=scale,
+        packed=packed,
+        pieces=list_pieces(kernels, plan, shape.piece),
+        tiles=list_tiles(plan.q, shape.rows, shape.rest_rows),
+        out=out,
+        lse=lse,
+        pooled=pooled,
+        gate=gate,
+    )
+
+
 def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -169,29 +251,13 @@ def prepare(
     batch, num_rows, num_heads, head_dim = q.shape
     shape = tile_shape(q, plan) if shape is None else shape
     text = plan.text_lengths
-    if scale <= 0:
-        # The running maximum is taken before the scale is applied, so the scale must keep the order.
-        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
-        packed = None
-    in_place = packed is None and plan.row_mask is None and reads_in_place(q, k, v, plan.q, plan.kv)
-    if packed is None and not in_place:
-        averaged: Averaged = "kv" if plan.pooled_tail and means is None else "none"
-        packed = pack_tokens(
-            q, k, v, plan.q, plan.kv, num_grid_tokens=plan.num_grid_tokens, text_lengths=text, averaged=averaged
-        )
-    values = (q, k, v) if packed is None else (packed.q, packed.k, packed.v)
+    has_means = means is not None or not plan.pooled_tail
+    given = inputs_of(q, k, v, plan, shape, scale=scale, branch=branch, packed=packed, has_means=has_means)
+    values, pieces, tiles, out, lse = given.values, given.pieces, given.tiles, given.out, given.lse
     k_rows, v_rows = (rows_of(x, shape.piece, shape) for x in values[1:])
-    pieces = list_pieces(kernels, plan, shape.piece)
-    tiles = list_tiles(plan.q, shape.rows, shape.rest_rows)
-    # Padded text rows are written by no tile.
-    out = q.new_empty(q.shape) if text is None else q.new_zeros(q.shape)
-    lse = torch.empty(batch, num_heads, num_rows, dtype=torch.float32, device=q.device)
-    if text is not None:
-        lse.fill_(float("-inf"))
     broken = plan.group_of if plan.row_mask is None else _has_broken_values(values[2])
-    tail = tail_rows(k, v, plan.kv, means or means_of(packed)) if plan.pooled_tail else (out, out, out)
+    tail = tail_rows(k, v, plan.kv, means or means_of(given.packed)) if plan.pooled_tail else (out, out, out)
     listed = listed_words(plan) if plan.pooled_tail else plan.group_of
-    pooled, gate = (out, out) if branch is None else (branch.pooled.contiguous(), rows_contiguous(branch.gate))
 
     def attend(
         rows: int, num_tiles: int, num_text_tiles: int, per_block: int, left: int, rest_of: int, look: bool
@@ -215,11 +281,11 @@ def prepare(
             plan.group_of if text is None else text,
             plan.group_of if plan.row_mask is None else plan.row_mask,
             broken,
-            pooled,
-            gate,
+            given.pooled,
+            given.gate,
             *tail,
             listed,
-            scale * math.log2(math.e),
+            given.scale * math.log2(math.e),
             num_tiles,
             num_rows,
             plan.num_grid_tokens,
@@ -231,11 +297,11 @@ def prepare(
             1 if plan.row_mask is None else plan.row_mask.shape[3],
             *((0, 0, 0) if plan.q.num_groups == 1 else (plan.q.num_tokens, plan.q.num_blocks + 1, tiles.count)),
             *out.stride()[:3],
-            *gate.stride()[:3],
-            *(stride for x in values for stride in (x.stride(-3 if in_place else 0), x.stride(-2 if in_place else 0))),
+            *given.gate.stride()[:3],
+            *itertools.chain(*zip(given.strides(-3), given.strides(-2), strict=True)),
             D=head_dim,
             W=row_width(head_dim),
-            IN_PLACE=in_place,
+            IN_PLACE=given.in_place,
             ROWS=rows,
             PIECE=shape.piece,
             TILES_PER_BLOCK=per_block,
