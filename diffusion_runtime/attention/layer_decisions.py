@@ -95,16 +95,6 @@ class LayerDecisions:
         self.possible: tuple[tuple[str, Decision], ...] = ()
         self._decide()
 
-    @property
-    def first_imports(self) -> dict[str, Callable[[], None]]:
-        """What the first calls import, by backend."""
-        backends = [(decision.backend, find_backend(decision.backend)) for _, decision in self.possible]
-        return {
-            name: functools.partial(backend.import_ahead, self.requirements)
-            for name, backend in backends
-            if isinstance(backend, ImportingBackend)
-        }
-
     def choose(self, policy: AttentionPolicy) -> None:
         """Decide again, for the calls from here on, by another policy for the same device, dtype and processes.
 
@@ -302,3 +292,14 @@ def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator
         key = backend.step_key(options, layer, step)
         if key != ():
             yield backend.name, options, key
+
+
+def first_imports(layers: Iterable[LayerDecisions]) -> tuple[Callable[[], None], ...]:
+    """Return functions that import what the first calls of layers import, one for each backend."""
+    found: dict[str, Callable[[], None]] = {}
+    for decisions in layers:
+        for _, decision in decisions.possible:
+            backend = find_backend(decision.backend)
+            if isinstance(backend, ImportingBackend):
+                found.setdefault(decision.backend, functools.partial(backend.import_ahead, decisions.requirements))
+    return tuple(found.values())

@@ -34,18 +34,24 @@ def _setting() -> str:
     return value
 
 
-def is_narrow(x: torch.Tensor, width: int) -> bool:
-    """Return True if a call of `auto` on a GPU, or planned for one, is computed by its eager formula, since its layer
-    is too narrow to repay compiling a kernel. width: of the layer's tokens. Raises ConfigError as fusion_is_on does."""
-    if width > NARROW or torch.compiler.is_dynamo_compiling() or is_interpreted or not (x.is_cuda or x.is_meta):
+def is_narrow(width: int) -> bool:
+    """Return True if a layer is too narrow to repay compiling a kernel on a GPU. width: of its tokens. Raises
+    ConfigError as fusion_is_on does."""
+    if width > NARROW or torch.compiler.is_dynamo_compiling() or is_interpreted:
         return False
-    if _setting() == "triton":
+    return _setting() != "triton"
+
+
+def leaves_eager(x: torch.Tensor, width: int) -> bool:
+    """Return True if a call of `auto` on a GPU is computed by its eager formula, since its layer is_narrow. On the meta
+    device, where memory is planned, it has its shape alone as any other: eager formulas import torch's compiler there,
+    for seconds."""
+    if not x.is_cuda or not is_narrow(width):
         return False
-    if x.is_cuda:
-        leave_out(
-            f"fused kernels: eager formulas in layers of at most {NARROW} numbers per token, which repay no compiling "
-            f"({VARIABLE}=triton compiles them)"
-        )
+    leave_out(
+        f"fused kernels: eager formulas in layers of at most {NARROW} numbers per token, which repay no compiling "
+        f"({VARIABLE}=triton compiles them)"
+    )
     return True
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVarTuple
 import torch
 
 from diffusion_runtime.core.device_guard import device_guard, guard_is_needed
-from diffusion_runtime.kernels.implementation import fusion_is_on, may_run_on
+from diffusion_runtime.kernels.implementation import fusion_is_on, is_narrow, may_run_on
 from diffusion_runtime.startup.importing import import_failure
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -57,9 +57,10 @@ def expecting_launches(*, is_on: bool = True) -> Iterator[dict[Hashable, Expecte
         _expected.reset(token)
 
 
-def is_expecting(x: torch.Tensor) -> bool:
-    """Return True if a call like x is to add its launch to those that are expected. Imports Triton then."""
-    return _expected.get() is not None and x.is_meta and import_failure("triton") is None
+def is_expecting(x: torch.Tensor, width: int) -> bool:
+    """Return True if a call like x is to add its launch to those that are expected. width: of the layer's tokens.
+    Imports Triton then."""
+    return _expected.get() is not None and x.is_meta and not is_narrow(width) and import_failure("triton") is None
 
 
 class CompiledLaunch(NamedTuple):

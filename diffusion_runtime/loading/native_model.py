@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.attention.layer_decisions import first_imports
 from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.self_check import SelfChecker, remarks_on
@@ -225,11 +226,11 @@ class PreparedModel:
         check_component_files(opened.folder, (*elsewhere, *unread), quantised)
         opened.weights.check(opened.modules(checked.transformer), changes=self.loras)
         advice = "A dtype of bfloat16 needs half of what float32 does; so does a smaller model"
-        imports = {name: run for layer in checked.layers for name, run in layer.decisions.first_imports.items()}
+        imports = first_imports(layer.decisions for layer in checked.layers)
         with (
             device_guard(self.device),
             explain_memory_shortage("loading", lambda: checked._shortage_advice(advice)),
-            compiling_ahead(launches.values(), imports.values(), self.device) as first_use,
+            compiling_ahead(launches.values(), imports, self.device) as first_use,
         ):
             with ReadProgress(say, "text encoder"):
                 changes = opened.text_changes(self.loras)

@@ -78,7 +78,7 @@ class Trials:
         given = Combination()
         pipeline = self.pipeline(given)
         self._made(pipeline, given, self.resolved(given, _key(prompt), pipeline.resolve))
-        self._warm.add(_effects(given))
+        self._warm.add(_warm_name(given))
 
     def keep_hang(self, reason: str) -> None:
         """Keep in the journal that the clip under way hangs, and why it is left out from now on."""
@@ -148,10 +148,10 @@ class Trials:
         self, pipeline: InspectablePipeline, combination: Combination, request: GenerationRequest
     ) -> tuple[torch.Tensor, GeneratedMedia, dict[str, float]]:
         """Return `_made` of a clip; on a GPU, of the quickest of up to _MOST_REPEATS, after one that warms up."""
-        effects, is_cpu = _effects(combination), pipeline.device.type == "cpu"
-        if not is_cpu and effects not in self._warm:
+        name, is_cpu = _warm_name(combination), pipeline.device.type == "cpu"
+        if not is_cpu and name not in self._warm:
             self._made(pipeline, combination, request)
-        self._warm.add(effects)
+        self._warm.add(name)
         best, total, count = None, 0.0, 0
         while best is None or (not is_cpu and count < _MOST_REPEATS and total < _REPEATED_SECONDS):
             started = time.perf_counter()
@@ -201,13 +201,17 @@ class Trials:
 
     def _name(self, combination: Combination, prompt: TunedPrompt) -> str:
         """Return the name of a row in the journal: all that a combination sets."""
-        effects = json.loads(_effects(combination))
-        return json.dumps(["trial", sorted(self.metrics.metrics), effects, *_key(prompt)], sort_keys=True, default=str)
+        row = ["trial", sorted(self.metrics.metrics), _effects(combination), *_key(prompt)]
+        return json.dumps(row, sort_keys=True, default=str)
 
 
-def _effects(combination: Combination) -> str:
-    """Return all that a combination sets, as JSON."""
-    effects = [
+def _warm_name(combination: Combination) -> str:
+    return json.dumps(_effects(combination), sort_keys=True, default=str)
+
+
+def _effects(combination: Combination) -> list[dict[str, Any]]:
+    """Return all that a combination sets."""
+    return [
         {
             "runtime": dict(choice.runtime),
             "request": dict(choice.request),
@@ -217,7 +221,6 @@ def _effects(combination: Combination) -> str:
         }
         for _, choice in combination.choices
     ]
-    return json.dumps(effects, sort_keys=True, default=str)
 
 
 def _key(prompt: TunedPrompt) -> tuple[str, int | None]:

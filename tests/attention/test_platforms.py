@@ -11,7 +11,9 @@ from tables import table
 
 from diffusion_runtime.attention import AttentionConfig, AttentionPolicy, Decision, LocalAttention, select_backend
 from diffusion_runtime.attention.backends.capability import AttentionRequirements
+from diffusion_runtime.attention.backends.fa4 import FlashAttention4
 from diffusion_runtime.attention.backends.refusals import refusals
+from diffusion_runtime.attention.layer_decisions import first_imports
 from diffusion_runtime.attention.select import platform_candidates
 from diffusion_runtime.core.hardware import PLATFORMS, Hardware
 from diffusion_runtime.errors import BackendUnavailableError
@@ -241,3 +243,15 @@ def test_log_lines_name_the_platform_and_its_versions(caplog: pytest.LogCaptureF
         here.announce(default_on(here.hardware, dtype="float32"), "self")
     version = torch.__version__.partition("+")[0]
     assert caplog.messages == [f"Defaulting to attention backend 'torch_sdpa' for role=self (cpu, torch {version})"]
+
+
+def test_what_first_calls_import_is_imported_ahead_once_per_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, imported = cuda((9, 0), "flash-attn-4"), []
+    monkeypatch.setattr(FlashAttention4, "first_call_functions", lambda self: imported.append(self.name))
+    policy = AttentionPolicy(device="cuda", dtype=torch.bfloat16, environment=None, planned_on=hopper)
+    layers = [LocalAttention(heads, 64, policy=policy).decisions for heads in (12, 16, 4)]
+    found = first_imports(layers)
+    assert len(found) == 1, "fa serves two layers, and torch_sdpa the narrow one"
+    for each in found:
+        each()
+    assert imported == ["fa4"]

@@ -30,6 +30,7 @@ from diffusion_runtime.kernels.qk_norm_rope import triton as rope_triton
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
 from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.startup import first_use
 
 LAYER = Norm("layer", 1e-6)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -295,21 +296,33 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
         modulated_norm(torch.randn(1, 2, 8), LAYER)
 
 
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is a GPU's."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(("dim", "is_eager"), [(256, True), (257, False)])
 def test_a_narrow_layer_on_a_gpu_compiles_nothing_unless_it_is_asked_to(
     monkeypatch: pytest.MonkeyPatch, dim: int, is_eager: bool
 ) -> None:
     monkeypatch.setattr(implementation, "is_interpreted", False)
+    monkeypatch.setattr(first_use, "_left_out", {})
     monkeypatch.delenv(VARIABLE, raising=False)
-    # The meta device stands for a GPU: planned for one, a fused kernel allocates its result alone.
-    x, eager = torch.empty(1, 2, dim, device="meta"), []
-    monkeypatch.setattr(norm_api.reference, "modulated_norm", lambda call: eager.append(call) or call.x)
-    modulated_norm(x, LAYER)
-    assert bool(eager) == is_eager
+    x, asked = torch.randn(1, 2, dim), []
+    monkeypatch.setattr(norm_api.triton, "repeat", lambda call: asked.append(call) or call.x)
+    gpu = x.as_subclass(OnGpu)
+    torch.testing.assert_close(
+        modulated_norm(gpu, LAYER).as_subclass(torch.Tensor), F.layer_norm(x, (dim,)) if is_eager else x
+    )
+    assert (len(asked), len(first_use.left_out())) == ((0, 1) if is_eager else (1, 0))
     monkeypatch.setenv(VARIABLE, "triton")
+    modulated_norm(gpu, LAYER)
+    monkeypatch.delenv(VARIABLE)
+    # A CPU compiles nothing, and says nothing.
+    monkeypatch.setattr(first_use, "_left_out", {})
     modulated_norm(x, LAYER)
-    modulated_norm(torch.randn(1, 2, dim), LAYER, implementation="auto")
-    assert len(eager) == is_eager + 1, "once in the variable's absence, and on the CPU"
+    assert (len(asked), first_use.left_out()) == (2 if is_eager else 3, ())
 
 
 def test_what_triton_cannot_compute_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

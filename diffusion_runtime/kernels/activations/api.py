@@ -7,10 +7,8 @@ import torch.nn.functional as F
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.activations import triton
-from diffusion_runtime.kernels.implementation import has_shape_alone, is_narrow, runs_in_triton
-
-# Numbers of a feed-forward network's hidden layer per number of its layer's width: that of the embedded model has 4.
-_PER_WIDTH = 4
+from diffusion_runtime.kernels.activations.triton import PER_WIDTH
+from diffusion_runtime.kernels.implementation import has_shape_alone, leaves_eager, runs_in_triton
 
 
 def silu_mul(
@@ -68,7 +66,7 @@ def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
 
 def _narrowed(implementation: str, x: torch.Tensor) -> str:
     """Return the implementation of a call, in which `auto` is the reference for a narrow layer."""
-    return "reference" if implementation == "auto" and is_narrow(x, x.shape[-1] // _PER_WIDTH) else implementation
+    return "reference" if implementation == "auto" and leaves_eager(x, x.shape[-1] // PER_WIDTH) else implementation
 
 
 def _check_alike(name: str, gate: torch.Tensor, features: torch.Tensor) -> None:

@@ -12,6 +12,8 @@ from diffusion_runtime.kernels.launches import Launch, LaunchCache, is_expecting
 # Columns of a row that one program computes: 16 numbers per thread.
 BLOCK = 2048
 NUM_WARPS = 4
+# Numbers of a feed-forward network's hidden layer per number of its layer's width: that of the embedded model has 4.
+PER_WIDTH = 4
 _launches = LaunchCache()
 
 
@@ -32,7 +34,11 @@ def gated(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place:
 
 def expect(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activation: str) -> torch.Tensor:
     """Return `out`; add the launch of a call on the meta device to those that are expected."""
-    if is_expecting(gate) and _row_stride(gate) is not None and _row_stride(features) is not None:
+    if (
+        is_expecting(gate, gate.shape[-1] // PER_WIDTH)
+        and _row_stride(gate) is not None
+        and _row_stride(features) is not None
+    ):
         _launch(gate, features, out, activation)
     return out
 

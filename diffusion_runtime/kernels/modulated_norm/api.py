@@ -13,7 +13,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.fp8_rows.api import quantize_rows
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
 from diffusion_runtime.kernels.fp8_rows.triton import empty_rows
-from diffusion_runtime.kernels.implementation import has_shape_alone, is_narrow, runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, leaves_eager, runs_in_triton
 from diffusion_runtime.kernels.modulated_norm import reference, triton
 from diffusion_runtime.kernels.modulated_norm.reference import Branch as Branch
 from diffusion_runtime.kernels.modulated_norm.reference import Norm as Norm
@@ -81,7 +81,7 @@ def add_branch_(x: torch.Tensor, branch: Branch, *, implementation: str = "auto"
 
 def _computed(call: NormCall, implementation: str) -> torch.Tensor:
     if implementation == "auto":
-        if is_narrow(call.x, call.x.shape[2]):
+        if leaves_eager(call.x, call.x.shape[2]):
             _check(call)
             return reference.modulated_norm(call)
         made = triton.repeat(call)

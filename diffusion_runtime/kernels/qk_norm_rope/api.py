@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.implementation import has_shape_alone, is_narrow, runs_in_triton
+from diffusion_runtime.kernels.implementation import has_shape_alone, leaves_eager, runs_in_triton
 from diffusion_runtime.kernels.qk_norm_rope import reference, triton
 from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 
@@ -42,7 +42,7 @@ def norm_rope(
     """
     call = NormRopeCall(packed, weights, eps, rotations, mean_squares, out)
     if implementation == "auto":
-        if is_narrow(packed, packed.shape[3] * packed.shape[4]):
+        if leaves_eager(packed, packed.shape[3] * packed.shape[4]):
             check_norm_rope(call)
             return reference.norm_rope(call)
         made = triton.repeat(call)

@@ -61,7 +61,7 @@ def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
 def expect(call: NormRopeCall) -> None:
     """Add the launch of a call on the meta device to those that are expected, where they are asked for."""
     num_heads, head_dim = call.packed.shape[3:]
-    if is_expecting(call.packed) and padded(num_heads) * padded(head_dim) <= MAX_BLOCK:
+    if is_expecting(call.packed, num_heads * head_dim) and padded(num_heads) * padded(head_dim) <= MAX_BLOCK:
         norm_rope(call)
 
 
