@@ -197,7 +197,7 @@ FAMILIES = {
                 for key, value, told in (
                     ("patch_size", 2, "expected 1"),
                     ("in_channels", 6, "a multiple of 4"),
-                    ("out_channels", 16, "differ: this is not a text-to-image checkpoint"),
+                    ("out_channels", 16, "expected 8, in_channels: a transformer that takes latents alone"),
                     ("axes_dims_rope", [4, 4, 4, 2], "even numbers whose sum is attention_head_dim, 16"),
                     ("axes_dims_rope", [8, 8], "a list of 4 whole numbers"),
                     ("timestep_guidance_channels", 31, "an even number"),
@@ -252,7 +252,7 @@ FAMILIES = {
         geometry=(4, 4, 1, (1, 2, 2)),
         layers={"self": 3},
         refusals=(
-            *missing("patch_size", "in_channels", "out_channels", "num_layers", "joint_attention_dim"),
+            *missing("in_channels", "out_channels", "num_layers", "joint_attention_dim"),
             *misfits(("patch_size", 1), ("num_layers", 0), ("guidance_embeds", True), ("zero_cond_t", 1)),
             *misfits(("axes_dims_rope", [4, 6, 8]), ("axes_dims_rope", [5, 5, 6])),
             *misfits(("use_additional_t_cond", True), ("use_layer3d_rope", True)),
@@ -276,7 +276,7 @@ FAMILIES = {
             *missing("num_layers"),
             *misfits(("patch_size", 2), ("num_layers", 0), ("causal_condition", False), ("mlp_ratio", 0)),
             *misfits(("axes_dims_rope", [4, 6, 8]), ("axes_dims_rope", [5, 5, 6])),
-            Refusal({"out_channels": 12}, r"'in_channels' \(6\) and 'out_channels' \(12\) differ"),
+            Refusal({"out_channels": 12}, "'out_channels': expected 6, in_channels: a transformer that takes latents"),
             Refusal({"zero_cond_t": True}, "key 'zero_cond_t'"),
             in_file(
                 INDEX,
@@ -468,7 +468,7 @@ FAMILIES = {
             Refusal({key: value}, rf"{CONFIG}: key '{key}'.*{told}")
             for key, value, told in (
                 ("all_patch_size", [4], r"expected \[2\], the only value"),
-                ("siglip_feat_dim", 1152, "expected None, the only value"),
+                ("siglip_feat_dim", 1152, "expected null, the only value"),
                 ("qk_norm", False, "expected true"),
                 ("n_kv_heads", 1, "expected n_heads, 3"),
                 ("axes_dims", [4, 6, 8], "even numbers whose sum is the head size, 16"),
@@ -521,8 +521,8 @@ FAMILIES = {
             ),
             Refusal({"qk_norm": "rms_norm"}, "key 'qk_norm' is unknown to this runtime"),
             in_file(CONDITIONER, "key 'model_dim': expected an even number for each of num_att", model_dim=50),
-            in_file(CONDITIONER, "key 'use_layer_norm': expected False, the only value", use_layer_norm=True),
-            in_file(CONDITIONER, "key 'use_self_attention': expected True, the only", use_self_attention=False),
+            in_file(CONDITIONER, "key 'use_layer_norm': expected false, the only value", use_layer_norm=True),
+            in_file(CONDITIONER, "key 'use_self_attention': expected true, the only", use_self_attention=False),
             in_file(SCHEDULER, "use_dynamic_shifting: expected False for a anima", use_dynamic_shifting=True),
             in_file(INDEX, "expected AnimaPipeline, got 'Cosmos2TextToImage", _class_name="Cosmos2TextToImagePipeline"),
             Refusal(latents_of(16), "vae/config.json: key 'z_dim': expected 4", VAE),
@@ -567,7 +567,7 @@ FAMILIES = {
         refusals=(
             *misfits(("patch_size", [1, 1, 1]), ("num_layers", 0), ("attention_head_dim", 10), ("freq_dim", 31)),
             *misfits(("norm_eps", "small"), ("ffn_dim", 1.5), ("num_refiner_layers", -1), ("rope_freq_dim", 0)),
-            Refusal({"rope_freq_dim": 3}, "key 'attention_head_dim': expected an even number of at least 18, 6 x rope"),
+            Refusal({"rope_freq_dim": 3}, "key 'attention_head_dim': expected 18, 6 x rope_freq_dim, or more, got 16"),
             in_file(INDEX, "expected MiniMaxH3Pipeline, got 'MiniMaxM2Pipeline'", _class_name="MiniMaxM2Pipeline"),
             in_file(
                 VAE, "key 'latent_channels': expected 6", latent_channels=2, **dict.fromkeys(_STATISTICS, [1.0] * 2)

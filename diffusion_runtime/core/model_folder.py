@@ -424,7 +424,7 @@ class ConfigFile:
         for key, only in fixed.items():
             value = self.values.get(key, only)
             if value != only or isinstance(value, bool) != isinstance(only, bool):
-                raise self.error(key, f"{shown(only)}, {why}", value)
+                raise self.error(key, f"{_in_json(only)}, {why}", value)
 
     def error(self, key: str, expected: str, value: object) -> ModelLoadError:
         """Return an error to raise for a key whose value is not what was expected."""
@@ -441,6 +441,10 @@ class ConfigFile:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _in_json(value: object) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
 
 
 def _kind(value: object) -> str:

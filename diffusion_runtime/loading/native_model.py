@@ -566,8 +566,8 @@ def fill_transformer(
     *,
     takes_pages: bool = False,
 ) -> None:
-    """load: fills the weights where it is told to. takes_pages: whether one thread does (HostArena.take_pages); files are read
-    by several."""
+    """load: fills the weights where it is told to. takes_pages: whether one thread does (HostArena.take_pages); files
+    are read by several."""
     if offloading is None:
         load(no_room)
         return
