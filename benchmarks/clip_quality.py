@@ -95,14 +95,16 @@ def quality_prompts(num_prompts: int) -> list[EvaluationPrompt]:
 
 def generate_clips(
     pipeline: Pipeline,
-    prompts: Sequence[EvaluationPrompt],
+    prompts: Sequence[Any],
     values: Mapping[str, Any],
     *,
     preset: str | None = None,
     batch_size: int = 1,
     checkers: Executor | None = None,
+    judge: Callable[[Any, torch.Tensor], Any] = check_clip,
 ) -> Clips:
-    """values: of request fields beside prompt and seed. checkers: processes that check clips while others are made."""
+    """values: of request fields beside prompt and seed. checkers: processes that check clips while others are made.
+    judge: (attributes, frames) -> verdict, without them."""
     frames: list[torch.Tensor] = []
     verdicts: list[Callable[[], Verdict]] = []
     seconds: list[float] = []
@@ -115,7 +117,7 @@ def generate_clips(
             for prompt, one in zip(batch, media, strict=True):
                 frames.append(torch.from_numpy(one.frames))
                 if checkers is None:
-                    verdict = check_clip(prompt.attributes, frames[-1])
+                    verdict = judge(prompt.attributes, frames[-1])
                     verdicts.append(lambda verdict=verdict: verdict)
                 else:
                     verdicts.append(checkers.submit(_check, prompt.attributes, one.frames).result)

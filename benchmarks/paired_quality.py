@@ -1,6 +1,10 @@
-"""Quality of one attention backend on the embedded model, prompt after prompt beside exact attention, resumable.
+"""Quality of one attention backend, or of other weights, on the embedded model, prompt after prompt, resumable.
 
     python -m benchmarks.paired_quality --backend fp8_attn --pairs pairs.jsonl --output quality.json [--num-prompts 512]
+    python -m benchmarks.paired_quality --model shapes-causal --other '{"model": "FOLDER"}' \\
+        --values '{"num_frames": 29}' --pairs pairs.jsonl --output quality.json
+    python -m benchmarks.paired_quality --loads '{"lora": ["shapes-fast"]}' --other '{"lora": ["FILE"]}' \\
+        --values '{"sampler": "flow_match_euler", "sigmas": [1.0, 0.984, 0.952, 0.87], "guidance_scale": 1.0}' ...
 
 Where backend_quality.py makes all clips of one backend after the other, this makes both clips of a prompt and appends a
 line to --pairs, where it goes on when it is started again; prompts of one and of two objects by turns. --output: what
@@ -17,39 +21,52 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clip_quality import KINDS, generate_clips, psnr, quality_prompts
+from benchmarks.clip_quality import KINDS, generate_clips, psnr
 from benchmarks.machine import describe_machine
 from diffusion_runtime import AttentionConfig, AttentionSpec, load_pipeline
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.quality.shapes.scoring import wilson
+from diffusion_runtime.quality.worlds import WORLDS
 
 EXACT = "torch_sdpa"
-PRESET = "draft"
+# Sides of --other.
+SHIPPED, OTHER = "shipped", "other"
+
+
+def sides(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Arguments of load_pipeline by name: what is compared with, then what is compared."""
+    loads = {"model": arguments.model, "attention": _attention(EXACT), **arguments.loads}
+    if arguments.backend is None:
+        return {SHIPPED: loads, OTHER: {**loads, **arguments.other}}
+    return {EXACT: loads, arguments.backend: {**loads, "attention": _attention(arguments.backend)}}
+
+
+def _attention(backend: str) -> AttentionConfig:
+    return AttentionConfig(per_role={"self": AttentionSpec(backend, {}), "cross": AttentionSpec(EXACT, {})})
 
 
 def make_pairs(arguments: argparse.Namespace, done: set[int]) -> None:
     tune_cpu_allocator()
     each = -(-arguments.num_prompts // len(KINDS))
-    prompts = quality_prompts(each)
+    world = WORLDS[arguments.world]
+    if (lacks := world.lacks()) is not None:
+        raise SystemExit(f"--world {world.name}: {lacks}")
+    prompts = [prompt for kind in KINDS for prompt in world.evaluation_prompts(kind, each)]
     pipelines = {
-        name: load_pipeline(
-            "shapes",
-            device="cpu",
-            dtype="float32",
-            attention=AttentionConfig(
-                per_role={"self": AttentionSpec(name, {}), "cross": AttentionSpec("torch_sdpa", {})}
-            ),
-        )
-        for name in (EXACT, arguments.backend)
+        name: load_pipeline(device="cpu", dtype="float32", **loads) for name, loads in sides(arguments).items()
     }
+    first, second = pipelines
     for index in range(arguments.num_prompts):
         if index in done:
             continue
         prompt = prompts[index % len(KINDS) * each + index // len(KINDS)]
-        exact, rounded = (generate_clips(pipeline, [prompt], {}, preset=PRESET) for pipeline in pipelines.values())
+        exact, rounded = (
+            generate_clips(pipeline, [prompt], arguments.values, preset=arguments.preset, judge=world.judge)
+            for pipeline in pipelines.values()
+        )
         line = {
             "index": index,
-            "right": {EXACT: bool(exact.verdicts[0].joint), arguments.backend: bool(rounded.verdicts[0].joint)},
+            "right": {first: bool(exact.verdicts[0].joint), second: bool(rounded.verdicts[0].joint)},
             "latent_relative_l2": float((rounded.latents - exact.latents).norm() / exact.latents.norm()),
             "psnr_db": psnr(rounded.frames, exact.frames),
         }
@@ -57,19 +74,20 @@ def make_pairs(arguments: argparse.Namespace, done: set[int]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def summary(lines: list[dict[str, Any]], backend: str) -> dict[str, Any]:
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """What the lines say of all prompts and of each kind."""
+    first, second = lines[0]["right"]
 
     def part(of_kind: list[dict[str, Any]]) -> dict[str, Any]:
         right = {
             name: dataclasses.asdict(wilson(sum(line["right"][name] for line in of_kind), len(of_kind)))
-            for name in (EXACT, backend)
+            for name in (first, second)
         }
         return {
             "num_prompts": len(of_kind),
             "joint": right,
-            "turned_wrong": sum(line["right"][EXACT] and not line["right"][backend] for line in of_kind),
-            "turned_right": sum(line["right"][backend] and not line["right"][EXACT] for line in of_kind),
+            "turned_wrong": sum(line["right"][first] and not line["right"][second] for line in of_kind),
+            "turned_right": sum(line["right"][second] and not line["right"][first] for line in of_kind),
             "latent_relative_l2": statistics.mean(line["latent_relative_l2"] for line in of_kind),
             "psnr_db": statistics.mean(line["psnr_db"] for line in of_kind),
         }
@@ -80,7 +98,14 @@ def summary(lines: list[dict[str, Any]], backend: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", required=True)
+    compared = parser.add_mutually_exclusive_group(required=True)
+    compared.add_argument("--backend")
+    compared.add_argument("--other", type=json.loads, help="arguments of load_pipeline, JSON")
+    parser.add_argument("--model", default="shapes")
+    parser.add_argument("--world", choices=tuple(WORLDS), default="shapes", help="what the model was trained on")
+    parser.add_argument("--loads", type=json.loads, default={}, help="arguments of load_pipeline for both, JSON")
+    parser.add_argument("--preset", default="draft")
+    parser.add_argument("--values", type=json.loads, default={}, help="request fields, JSON")
     parser.add_argument("--pairs", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=512)
@@ -90,8 +115,16 @@ def main() -> None:
         held = arguments.pairs.read_text().splitlines() if arguments.pairs.exists() else []
         make_pairs(arguments, {json.loads(line)["index"] for line in held})
     lines = [json.loads(line) for line in arguments.pairs.read_text().splitlines()]
-    about = {"schema": "diffusion_runtime.paired_quality/1", "machine": describe_machine("cpu")}
-    document = {**about, "backend": arguments.backend, "preset": PRESET, **summary(lines, arguments.backend)}
+    about = {
+        "schema": "diffusion_runtime.paired_quality/1",
+        "machine": describe_machine("cpu"),
+        "model": arguments.model,
+        "backend": arguments.backend,
+        "other": arguments.other,
+        "preset": arguments.preset,
+        "values": arguments.values,
+    }
+    document = {**about, **summary(lines)}
     arguments.output.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document["all"], indent=1))
 

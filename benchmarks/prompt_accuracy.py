@@ -1,6 +1,7 @@
-"""How often the embedded model shows what the prompt says, through the product's own pipeline.
+"""How often an embedded model shows what the prompt says, through the product's own pipeline.
 
     python -m benchmarks.prompt_accuracy --device cuda --output benchmarks/results/prompt_accuracy.json
+    python -m benchmarks.prompt_accuracy --model FOLDER --world emoji --num-prompts 16 --only default
 
 Correctness first: the checker must score 1.00 on clips drawn by the data generator itself. Then 512 seeded prompts of
 each kind at the model's default size and steps, and fewer at the presets' sizes and for single images.
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,8 @@ from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.attention import AttentionReport
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
-from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, EvaluationPrompt, evaluation_prompts
-from diffusion_runtime.quality.shapes.scoring import summarise
-
-ATTRIBUTES = ("joint", "count", "colour", "shape", "motion", "background")
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS
+from diffusion_runtime.quality.worlds import WORLDS, EvaluationPrompt, Verdict, World, proportions
 
 
 def main() -> None:
@@ -38,12 +37,17 @@ def main() -> None:
     pipeline = load_pipeline(
         arguments.model, device=arguments.device, dtype=arguments.dtype, attention=arguments.attention_backend
     )
+    world = WORLDS[arguments.world]
+    if (lacks := world.lacks()) is not None:
+        raise SystemExit(f"--world {world.name}: {lacks}")
     results: dict[str, Any] = {}
     for name, preset, image, count in settings(arguments.num_prompts):
+        if preset not in pipeline.rules.presets:
+            continue
         for kind in arguments.kinds:
             if preset == "default" or kind != "held_out":
-                prompts = evaluation_prompts(kind, count, image=image)
-                results[f"{name}/{kind}"] = score(pipeline, prompts, preset, image, arguments.batch_size)
+                prompts = world.evaluation_prompts(kind, count, image=image)
+                results[f"{name}/{kind}"] = score(pipeline, world, prompts, preset, image, arguments.batch_size)
         if name == arguments.only:
             break
     document = {
@@ -62,6 +66,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="shapes")
+    parser.add_argument("--world", choices=tuple(WORLDS), default="shapes", help="what the model was trained on")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention-backend", default=None)
@@ -85,7 +90,7 @@ def settings(num_prompts: int) -> list[tuple[str, str, bool, int]]:
 
 
 def score(
-    pipeline: Pipeline, prompts: Sequence[EvaluationPrompt], preset: str, image: bool, batch_size: int
+    pipeline: Pipeline, world: World, prompts: Sequence[EvaluationPrompt], preset: str, image: bool, batch_size: int
 ) -> dict[str, Any]:
     """Generate and check; the attention report of the last batch says what computed it."""
     verdicts: list[Verdict] = []
@@ -102,10 +107,10 @@ def score(
             for prompt in batch
         ]
         for prompt, media in zip(batch, pipeline.generate(requests), strict=True):
-            verdicts.append(check_clip(prompt.attributes, torch.from_numpy(media.frames)))
+            verdicts.append(world.judge(prompt.attributes, torch.from_numpy(media.frames)))
             report = media.attention_report
     assert isinstance(report, AttentionReport)
-    accuracy = summarise(verdicts).to_dict()
+    accuracy = {part: asdict(each) for part, each in proportions(verdicts).items()}
     failed = [
         {"prompt": prompt.text, "seed": prompt.seed}
         for prompt, verdict in zip(prompts, verdicts, strict=True)
@@ -123,10 +128,11 @@ def score(
 
 def print_table(results: dict[str, Any]) -> None:
     width = max(len(name) for name in results)
-    print(f"{'':{width}}  n    " + "  ".join(f"{name:>10}" for name in ATTRIBUTES) + "   95 % of joint")
+    parts = tuple(next(iter(results.values()))["accuracy"])
+    print(f"{'':{width}}  n    " + "  ".join(f"{name:>10}" for name in parts) + "   95 % of joint")
     for name, result in results.items():
         accuracy = result["accuracy"]
-        rates = "  ".join(f"{accuracy[attribute]['rate']:10.3f}" for attribute in ATTRIBUTES)
+        rates = "  ".join(f"{accuracy[attribute]['rate']:10.3f}" for attribute in parts)
         joint = accuracy["joint"]
         print(f"{name:{width}}  {joint['total']:<4} {rates}   {joint['low']:.3f} to {joint['high']:.3f}")
 

@@ -39,8 +39,8 @@ from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.quality.paired_test import mcnemar
-from diffusion_runtime.quality.shapes.prompts import prompt_set
 from diffusion_runtime.quality.shapes.scoring import wilson
+from diffusion_runtime.quality.worlds import WORLDS
 from diffusion_runtime.tuning.budget import all_met, parse_budgets
 from diffusion_runtime.tuning.clip_metrics import TunedPrompt
 from diffusion_runtime.tuning.journal import Journal
@@ -214,7 +214,7 @@ def judge_file(arguments: argparse.Namespace, device: torch.device) -> dict[str,
     those of that run, measured here. Written after each method."""
     document: dict[str, Any] = json.loads(arguments.judge.read_text())
     first = document["prompts"] + document["held_out"]
-    every = prompt_set(first + arguments.test, document["prompt_seed"])[first:]
+    every = WORLDS["shapes"].prompt_set(first + arguments.test, document["prompt_seed"])[first:]
     steps = document["request"]["num_inference_steps"]
     requests = tuple(GenerationRequest(each.text, seed=each.seed, num_inference_steps=steps) for each in every)
     test = TestPrompts(requests, tuple(each.attributes for each in every))
@@ -274,7 +274,7 @@ def main() -> None:
             parser.error("--judge: how many prompts? give --test 64")
         print(table(judge_file(arguments, device)))
         return
-    every = prompt_set(arguments.prompts + arguments.held_out + arguments.test, arguments.prompt_seed)
+    every = WORLDS["shapes"].prompt_set(arguments.prompts + arguments.held_out + arguments.test, arguments.prompt_seed)
     requests = tuple(
         GenerationRequest(prompt.text, seed=prompt.seed, num_inference_steps=arguments.steps) for prompt in every
     )

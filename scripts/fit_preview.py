@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fit the linear map from latents to colours that `serve` shows previews with, to a model's own decoder.
 
-python scripts/fit_preview.py [MODEL] [--prompts FILE] [--clips 48] [--output FOLDER/latent_preview.json]
+python scripts/fit_preview.py [MODEL] [--world emoji | --prompts FILE] [--clips 48] [--output FILE]
 
 Clips of the model are made; each latent's target is the mean colour of the pixels that it stands for. A quarter of the
 clips is held out: their explained variance (R2) is in the file.
@@ -19,7 +19,7 @@ import torch
 import diffusion_runtime
 from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.profiling.instruments import watched_latents
-from diffusion_runtime.quality.shapes.prompts import evaluation_prompts
+from diffusion_runtime.quality.worlds import WORLDS
 from diffusion_runtime.serving.previews import FILE
 
 SIZES = (
@@ -51,13 +51,15 @@ def pairs_of(pipeline: Any, prompt: str, seed: int, **values: Any) -> tuple[torc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="shapes")
-    parser.add_argument("--prompts", type=Path, help="one per line; the default is for the embedded models")
+    parser.add_argument("--prompts", type=Path, help="one per line; the default is of --world")
+    parser.add_argument("--world", choices=tuple(WORLDS), default="shapes")
     parser.add_argument("--clips", type=int, default=48)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     pipeline = load_pipeline(arguments.model)
     if arguments.prompts is None:
-        prompts = [each.text for each in evaluation_prompts("two_objects", arguments.clips)]
+        found = WORLDS[arguments.world].evaluation_prompts("two_objects", arguments.clips)
+        prompts = [each.text for each in found]
     else:
         prompts = arguments.prompts.read_text(encoding="utf-8").splitlines()
     made = [

@@ -77,7 +77,7 @@ def test_four_steps_with_the_shipped_lora(shapes: Pipeline) -> None:
 
 
 def test_the_package_stays_small() -> None:
-    """40 MB with the weights of both models, which are safetensors alone: 33 MB as a wheel."""
+    """40 MB with the weights of both models, which are safetensors alone."""
     files = [path for path in FOLDER.parent.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 40e6
     assert {path.suffix for path in files} == {".json", ".safetensors"}

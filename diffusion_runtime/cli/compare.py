@@ -174,21 +174,20 @@ def show(result: Comparison) -> None:
 
 def _prompt_tables(result: Comparison) -> Iterator[tuple[Sequence[str], list[tuple[str, ...]]]]:
     """Prompt accuracy by attribute, and CLIP score, where they were measured."""
-    from diffusion_runtime.quality.shapes.scoring import ATTRIBUTES
-
     judged = [(row, row.accuracy) for row in result.rows]
     if result.reference.accuracy is not None:
-        rows = []
+        rows, num_prompts = [], result.reference.accuracy["joint"].total
+        parts = [name for name in result.reference.accuracy if name != "joint"]
         for row, accuracy in judged:
             if accuracy is None:
                 continue
-            joint, paired = accuracy.joint, result.paired_test(row)
+            joint, paired = accuracy["joint"], result.paired_test(row)
             test = ("-", "-") if paired is None else (f"-{paired.only_first} +{paired.only_second}", f"{paired.p:.2f}")
-            rates = [f"{getattr(accuracy, name).rate:.2f}" for name in ATTRIBUTES]
+            rates = [f"{accuracy[name].rate:.2f}" for name in parts]
             interval = f"{joint.low:.2f} to {joint.high:.2f}"
             rows.append((_indented(row), f"{joint.rate:.2f}", interval, *rates, *test))
-        names = ("all", "95 %", *ATTRIBUTES, "beside\nreference", "p")
-        yield (f"right of\n{_counted(result.reference.accuracy.joint.total, 'prompt')}", *names), rows
+        names = ("all", "95 %", *parts, "beside\nreference", "p")
+        yield (f"right of\n{_counted(num_prompts, 'prompt')}", *names), rows
     if result.reference.clip_score is not None:
         rows = [(_indented(row), _figure(row.clip_score, 2)) for row in result.rows if row.clip_score is not None]
         yield ("", "CLIP score"), rows
@@ -237,7 +236,7 @@ def _saver(folder: str | None, file_format: str | None, folders: ExitStack) -> t
 
 def prompt_set_option(panel: str) -> Any:
     """--prompt-set, for a panel of the help."""
-    text = "Seeded prompts with known attributes: shapes:64, or shapes:64:7 for others."
+    text = "Seeded prompts with known attributes: shapes:64 or emoji:64, or shapes:64:7 for others."
     return Annotated[str | None, _option(text, "--prompt-set", "shapes:COUNT", panel)]
 
 

@@ -1,4 +1,4 @@
-"""`--prompt-set shapes:64`: seeded prompts of which it is known what a clip must show."""
+"""`--prompt-set shapes:64` or `emoji:64`: seeded prompts of which it is known what a clip must show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffusion_runtime.errors import ConfigError, shown
 from diffusion_runtime.request.generation_request import GenerationRequest
 
 MAX_PROMPTS = 4096
-_SET = re.compile(r"shapes:([1-9][0-9]{0,5})(?::([0-9]{1,6}))?")
+_SET = re.compile(r"(shapes|emoji):([1-9][0-9]{0,5})(?::([0-9]{1,6}))?")
 _DEFAULT_SEED = 2026
 # Stands for the prompts of the set while flags are resolved.
 _ANY = "a prompt of the set"
@@ -36,19 +36,24 @@ def requests_of_set(requests: Sequence[GenerationRequest], prompt_set: str | Non
         return tuple(requests)
     if [(request.prompt, request.seed) for request in requests] != [(_ANY, 0)]:
         raise ConfigError("--prompt-set: a setting has a prompt or seed of its own; leave it out")
-    from diffusion_runtime.quality.shapes.prompts import prompt_set as make_prompts
+    from diffusion_runtime.quality.worlds import WORLDS
 
+    world, count, seed = _parsed(prompt_set)
+    lacks = WORLDS[world].lacks()
+    if lacks is not None:
+        raise ConfigError(f"--prompt-set: {world}: clips of it cannot be judged here: {lacks}")
     return tuple(
         dataclasses.replace(request, prompt=prompt.text, seed=prompt.seed)
         for request in requests
-        for prompt in make_prompts(*_parsed(prompt_set))
+        for prompt in WORLDS[world].prompt_set(count, seed)
     )
 
 
-def _parsed(text: str) -> tuple[int, int]:
+def _parsed(text: str) -> tuple[str, int, int]:
     match = _SET.fullmatch(text.strip())
-    if match is None or int(match[1]) > MAX_PROMPTS:
+    if match is None or int(match[2]) > MAX_PROMPTS:
         raise ConfigError(
-            f"--prompt-set: expected shapes:COUNT or shapes:COUNT:SEED, up to {MAX_PROMPTS} prompts, got {shown(text)}"
+            f"--prompt-set: expected shapes:COUNT or shapes:COUNT:SEED, or the same of emoji, up to {MAX_PROMPTS} "
+            f"prompts, got {shown(text)}"
         )
-    return int(match[1]), _DEFAULT_SEED if match[2] is None else int(match[2])
+    return match[1], int(match[2]), _DEFAULT_SEED if match[3] is None else int(match[3])

@@ -34,7 +34,6 @@ from diffusion_runtime.media import GeneratedMedia
 from diffusion_runtime.memory.machine_memory import forget_device_peak
 from diffusion_runtime.profiling.instruments import watched_latents
 from diffusion_runtime.quality.clip_score import ClipScore
-from diffusion_runtime.quality.shapes.checker import check_clip
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.failures import Failure
 from diffusion_runtime.session.reporter import Reporter
@@ -297,7 +296,7 @@ class _Run:
             metrics={} if row.kind == "reference" else self._frame_metrics(media, index),
             seconds={stage: media.timings[stage] for stage in STAGES if stage in media.timings},
             computed_share=_computed_share(media),
-            verdict=None if attributes is None else check_clip(attributes, torch.from_numpy(media.frames)),
+            verdict=None if attributes is None else attributes.judge(torch.from_numpy(media.frames)),
             clip_score=None if self.clip_score is None else self.clip_score(media.frames, request.prompt),
             path=self.save(row.name, request, media),
             picture=picture,

@@ -1,15 +1,13 @@
-"""Attributes that the clips of prompts must show, where they are known: prompts in the words of the embedded model."""
+"""Requirements of clips, read off prompts in the words of an embedded model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diffusion_runtime.models.model_sources import EMBEDDED
-from diffusion_runtime.quality.shapes.attributes import SceneAttributes
-from diffusion_runtime.quality.shapes.prompt_reading import read_prompt
+from diffusion_runtime.quality.worlds import Wanted, wanted_of
 
 
-def known_attributes(model_path: str, prompts: Iterable[str]) -> list[SceneAttributes | None]:
-    """Return the attributes by prompt, None for a prompt that names anything else than the model was trained on, and
-    for every other model."""
-    return [read_prompt(prompt) if model_path == EMBEDDED else None for prompt in prompts]
+def known_attributes(model_path: str, prompts: Iterable[str]) -> list[Wanted | None]:
+    """Return the requirements by prompt, None for a prompt that names anything else than the model was trained
+    on, and for every other model."""
+    return [wanted_of(model_path, prompt) for prompt in prompts]

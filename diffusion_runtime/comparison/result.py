@@ -11,8 +11,8 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.errors import BatchFailedError
 from diffusion_runtime.models.lora_sources import recorded_loras
 from diffusion_runtime.quality.paired_test import PairedTest, mcnemar
-from diffusion_runtime.quality.shapes.checker import Verdict
-from diffusion_runtime.quality.shapes.scoring import Accuracy, summarise
+from diffusion_runtime.quality.shapes.scoring import Proportion
+from diffusion_runtime.quality.worlds import Verdict, proportions
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.session.failures import Failure
 
@@ -119,10 +119,10 @@ class Row:
         return _mean([clip.computed_share for clip in self.clips])
 
     @property
-    def accuracy(self) -> Accuracy | None:
-        """Over the prompts of which it is known what a clip must show; None without any."""
+    def accuracy(self) -> Mapping[str, Proportion] | None:
+        """By part of a verdict, over the prompts of which it is known what a clip must show; None without any."""
         verdicts = [clip.verdict for clip in self.clips if clip.verdict is not None]
-        return summarise(verdicts) if verdicts else None
+        return proportions(verdicts) if verdicts else None
 
     @property
     def clip_score(self) -> float | None:
@@ -236,7 +236,7 @@ class Comparison:
             "first_step_over_threshold": row.first_step_over(self.threshold),
             "final_latent_l2": row.final_latent_l2,
             **{name: row.metric(name) for name in ("psnr_db", "ssim", "lpips")},
-            "accuracy": None if accuracy is None else accuracy.to_dict(),
+            "accuracy": None if accuracy is None else {name: asdict(each) for name, each in accuracy.items()},
             "mcnemar": None if paired is None else asdict(paired),
             "clip_score": row.clip_score,
             "seconds": {name: round(value, 4) for name, value in row.seconds.items()},

@@ -329,6 +329,8 @@ class PreparedModel:
         described, plan = self.quantization.describe(self.model.modules(transformer)), self.description.memory
         notes, begin = () if plan is None else plan.demand.notes, _IN_TILES.partition("{")[0]
         remarks = [note for note in notes if note.startswith(begin)]
+        for component in filter(self.model.weights.dequantizes, self.model.modules(transformer)):
+            remarks.append(f"{component}: 8-bit weights, dequantised at load, as its config.json asks")
         return remarks + ([] if described in (None, self.description.quantization) else [f"quantisation: {described}"])
 
     def _check_attention(self) -> PreparedModel:

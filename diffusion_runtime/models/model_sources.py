@@ -38,9 +38,9 @@ from diffusion_runtime.weights.weight_files import (
 
 # The models that ship inside the package, and their folders; the first one is the default, the other one makes videos
 # chunk by chunk.
-EMBEDDED, EMBEDDED_CAUSAL = "shapes", "shapes-causal"
+EMBEDDED = "shapes"
 _ASSETS = Path(__file__).parents[1] / "assets"
-EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", EMBEDDED_CAUSAL: _ASSETS / "shapes_causal"}
+EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", "shapes-causal": _ASSETS / "shapes_causal"}
 EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
 
 _WELL_KNOWN_FILE = Path(__file__).with_name("well_known_files.yaml")
@@ -101,9 +101,10 @@ def resolve_model_folder(
     if named is not None:
         return _download(named.model_path, weights, elsewhere, revision, offline, variant)
     if not _HUB_ID.fullmatch(model_path):
+        embedded_names = " or ".join(f"`{name}`" for name in EMBEDDED_FOLDERS)
         raise ModelLoadError(
-            f"there is no model folder {model_path}.{_siblings(path, model_path)} Give `{EMBEDDED}` or "
-            f"`{EMBEDDED_CAUSAL}` (the embedded models), a diffusers folder, a name that `diffusion-runtime models` "
+            f"there is no model folder {model_path}.{_siblings(path, model_path)} Give {embedded_names} (the embedded "
+            "models), a diffusers folder, a name that `diffusion-runtime models` "
             "lists, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     return _download(model_path, weights, elsewhere, revision, offline, variant)
@@ -279,7 +280,7 @@ def _named_alike(typed: str) -> str:
     a path is none."""
     if "/" in typed:
         return ""
-    known = [EMBEDDED, EMBEDDED_CAUSAL, *(model.name for model in published_models())]
+    known = [*EMBEDDED_FOLDERS, *(model.name for model in published_models())]
     spelled = typed.lower()
     close = nearest(spelled, known)
     if "Did you mean" in close:

@@ -1,1 +1,1 @@
-"""Quality of clips: prompt accuracy of the embedded model's world, CLIP score, McNemar's test."""
+"""Quality of clips: prompts and judges of the embedded models' worlds, CLIP score, McNemar's test."""

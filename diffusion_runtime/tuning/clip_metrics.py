@@ -11,8 +11,7 @@ import torch
 from diffusion_runtime.comparison.frame_metrics import FrameMetrics
 from diffusion_runtime.comparison.latent_distance import relative_l2
 from diffusion_runtime.quality.clip_score import ClipScore
-from diffusion_runtime.quality.shapes.attributes import SceneAttributes
-from diffusion_runtime.quality.shapes.checker import check_clip
+from diffusion_runtime.quality.worlds import Wanted
 from diffusion_runtime.request.generation_request import GenerationRequest
 
 # Metrics that are distances of frames, and their names in FrameMetrics.
@@ -24,7 +23,7 @@ class TunedPrompt:
     """A resolved request, and what a clip of it must show; attributes: None where only distances are measured."""
 
     request: GenerationRequest
-    attributes: SceneAttributes | None = None
+    attributes: Wanted | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ClipMetrics:
             values |= {name: float(found[key] or 0.0) for name, key in _OF_FRAMES.items() if name in self.metrics}
         if "accuracy" in self.metrics:
             assert prompt.attributes is not None
-            values["accuracy"] = float(check_clip(prompt.attributes, torch.from_numpy(frames)).joint)
+            values["accuracy"] = float(prompt.attributes.judge(torch.from_numpy(frames)).joint)
         if "clip" in self.metrics:
             assert self.clip_score is not None
             values["clip"] = self.clip_score(frames, prompt.request.prompt)

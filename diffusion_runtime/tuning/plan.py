@@ -16,7 +16,7 @@ from diffusion_runtime.explanation.explanation import Explanation, explain, insp
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.interface import InspectableModel
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.quality.shapes.attributes import SceneAttributes
+from diffusion_runtime.quality.worlds import Wanted
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.combinations import check_combinations
 from diffusion_runtime.rules.features import ChosenRuntime
@@ -39,7 +39,7 @@ class Tuning:
 
     runtime: RuntimeConfig
     requests: Sequence[GenerationRequest]
-    attributes: Sequence[SceneAttributes | None]
+    attributes: Sequence[Wanted | None]
     num_measured: int
     budgets: Sequence[Budget]
     methods: Sequence[str]

@@ -24,7 +24,7 @@ from diffusion_runtime.weights.stored_weights import Conversions, StoredWeights
 from diffusion_runtime.weights.tensor_names import Expected
 from diffusion_runtime.weights.tensor_parallel import TensorParallel, shared_pieces
 from diffusion_runtime.weights.transformer_files import TransformerFile, open_tensor_file
-from diffusion_runtime.weights.weight_files import COMPONENT_STEM, GGUF, find_weight_files
+from diffusion_runtime.weights.weight_files import COMPONENT_STEM, GGUF, find_weight_files, is_dequantized
 from diffusion_runtime.weights.weight_loading import (
     Arrange,
     MakeEmpty,
@@ -190,6 +190,11 @@ class TransformerWeights:
         """Return the shapes of a component's tensors, by their names in a checkpoint."""
         return {piece.name: piece.shape for several in self.pieces(component).values() for piece in several}
 
+    def dequantizes(self, component: str) -> bool:
+        """Return whether weights that the folder has in 8 bits are dequantised at load; those of `files` stay as they
+        are stored."""
+        return all(file.component != component for file in self.files) and is_dequantized(self.folder, component)
+
     def load(
         self,
         modules: Modules,
@@ -327,7 +332,7 @@ class TransformerWeights:
         parameters here."""
         self._make_room(module, source.shapes)
         pieces = shared_pieces(module, self.pieces(component))
-        if quantization is not None:
+        if quantization is not None and not self.dequantizes(component):
             quantization.keep_stored(module, functools.partial(stored_weight, source, pieces))
             expect_stored(module, source, pieces, dtype)
         self.set_loaded_dtypes(module, dtype)

@@ -435,6 +435,9 @@ def listed(names: Iterable[Any]) -> str:
 # The components whose weights may be stored in 8 bits.
 TRANSFORMERS = ("transformer", "transformer_2")
 
+# quant_method of a folder whose files have ComfyUI's marks, which diffusers and transformers refuse to read.
+MARKS = "comfy_quant"
+
 # How the files of a component's weights are called, by the library that its class is of.
 COMPONENT_STEM = "diffusion_pytorch_model"
 STEMS = {"diffusers": COMPONENT_STEM, "transformers": "model"}
@@ -471,8 +474,22 @@ def check_quantization_config(folder: Path, component: str) -> None:
         _check_quantization_config(path, read_json(path), component)
 
 
+def is_dequantized(folder: AnyFolder, component: str) -> bool:
+    """Return whether config.json of a component asks for weights that are dequantised when they are loaded, as
+    transformers' `dequantize` does. Raises what read_json_in raises."""
+    settings = read_json_in(folder, component, "config.json").get("quantization_config")
+    return isinstance(settings, dict) and settings.get("dequantize") is True
+
+
 def _check_quantization_config(path: Path, values: Mapping[str, Any], component: str) -> None:
     settings = values.get("quantization_config")
+    if isinstance(settings, dict) and not isinstance(settings.get("dequantize", False), bool):
+        raise ModelLoadError(
+            f"{path}: key 'quantization_config.dequantize': expected true or false, got {shown(settings['dequantize'])}"
+        )
+    if isinstance(settings, dict) and settings.get("quant_method") == MARKS:
+        # The marks are read with the weights.
+        return
     if settings is not None and not (component in TRANSFORMERS and _is_modelopt_fp8(settings)):
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         own = (

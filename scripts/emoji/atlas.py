@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from scripts.emoji.things import THINGS
+from diffusion_runtime.quality.emoji.things import THINGS
 
 SPRITE = 112
 """Side of a picture in pixels; its longer side fills it but for a margin of two."""

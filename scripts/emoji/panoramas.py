@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffusion_runtime.quality.emoji.attributes import SCENE_NAMES, TIME_NAMES
 from scripts.emoji.atlas import GLYPHS, read_atlas
-from scripts.emoji.attributes import SCENE_NAMES, TIME_NAMES
 
 HEIGHT = 256
 WIDTH = 2 * HEIGHT

@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.emoji.atlas import SPRITE, read_atlas
-from scripts.emoji.panoramas import panoramas
-from scripts.emoji.scene import (
+from diffusion_runtime.quality.emoji.scene import (
     BOUNCING,
     DOWN,
     GROWING,
@@ -24,7 +22,9 @@ from scripts.emoji.scene import (
     hop_height,
     is_grounded,
 )
-from scripts.emoji.things import THINGS
+from diffusion_runtime.quality.emoji.things import THINGS
+from scripts.emoji.atlas import SPRITE, read_atlas
+from scripts.emoji.panoramas import panoramas
 
 NARROWEST = 0.1
 """Of its width, a spinning picture seen from its side."""

@@ -1,6 +1,7 @@
-"""Distil the embedded model to a few steps without guidance, as a LoRA or as a second set of weights.
+"""Distil an embedded model to a few steps without guidance, as a LoRA or as a second set of weights.
 
 python -m scripts.train_embedded.distill diffusion_runtime/assets/shapes --minutes 8 --rank 64 --out $OUT
+python -m scripts.train_embedded.distill FOLDER --world emoji --judge DETECTOR --sigmas 1 0.977 0.933 0.824 --out $OUT
 torchrun --standalone --nproc-per-node 4 -m scripts.train_embedded.distill ...    # several GPUs
 
 Two losses, one after the other, both on states that the student itself arrives at:
@@ -20,8 +21,9 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -32,21 +34,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5EncoderModel
 
-from diffusion_runtime.quality.shapes.captions import write_caption
-from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
-from diffusion_runtime.quality.shapes.scene import SceneSettings, sample_scenes
-from diffusion_runtime.quality.shapes.scoring import Accuracy, CheckClips, summarise
+from diffusion_runtime.quality.emoji.detector import load_detector
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind
 from scripts.train_embedded.architecture import LATENT_CHANNELS, MAX_PROMPT_TOKENS, embed_prompts
 from scripts.train_embedded.attention import TrainingAttention
 from scripts.train_embedded.clip_vae import WholeClipVae
 from scripts.train_embedded.contact_sheet import save_sheet
-from scripts.train_embedded.evaluate import parallel_checker
+from scripts.train_embedded.evaluate import Examine, Figures, examine_emoji, examine_shapes, parallel_checker
+from scripts.train_embedded.export import load_component
 from scripts.train_embedded.ranks import GradientAverage, Ranks, join_ranks
 from scripts.train_embedded.session import Average, Clock, Log, cosine
 from scripts.train_embedded.train_vae import clip_to_frames
-from scripts.train_embedded.world import CAPTION_TOKENS
+from scripts.train_embedded.world import CAPTION_TOKENS, EMOJI, SHAPES, WORLDS, World
 
-GUIDANCE = 2.0
 TEACHER_SUBSTEPS = 3
 CRITIC_STEPS = 2
 """Updates of the critic per update of the student, once distribution matching has begun."""
@@ -71,7 +71,11 @@ class Shape:
         return 1 + (self.num_frames - 1) // 4, self.size // 8, self.size // 8
 
 
-SHAPES = (Shape(29, 256, 48, 0.82, 12.0), Shape(29, 128, 192, 0.09, 8.0), Shape(1, 256, 192, 0.09, 6.0))
+STEP_SHAPES = {
+    SHAPES.name: (Shape(29, 256, 48, 0.82, 12.0), Shape(29, 128, 192, 0.09, 8.0), Shape(1, 256, 192, 0.09, 6.0)),
+    EMOJI.name: (Shape(29, 256, 48, 0.70, 8.0), Shape(29, 128, 192, 0.14, 5.0), Shape(1, 256, 192, 0.16, 4.0)),
+}
+"""By world; the first is the size that is judged."""
 TOY_SHAPES = (Shape(9, 64, 4, 0.6, 12.0), Shape(1, 64, 4, 0.4, 6.0))
 
 
@@ -128,10 +132,12 @@ class LowRankUpdate:
 class Captions:
     """Tokenised captions of random scenes, drawn as the training of the teacher drew them; none is held out."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, count: int, seed: int, device: str, *, image: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, count: int, seed: int, device: str, world: World, *, image: bool
+    ) -> None:
         random, generator = Random(seed), torch.Generator().manual_seed(seed)
-        scenes = sample_scenes(count, generator, SceneSettings(two_object_fraction=0.75)).attributes()
-        texts = [write_caption(scene, random, image=image).text for scene in scenes]
+        scenes = world.sample(count, generator, world.two_object_fraction).attributes()
+        texts = [world.write_caption(scene, random, image).text for scene in scenes]
         encoded = tokenizer(texts, padding="max_length", max_length=CAPTION_TOKENS, truncation=True)
         self._ids = torch.tensor(encoded["input_ids"], device=device)
 
@@ -144,16 +150,19 @@ class Captions:
 class Distillation:
     """Teacher, student and critic; `step` is one update of the student, of the critic, or of both."""
 
-    def __init__(self, folder: Path, sigmas: Sequence[float], rank: int, seed: int, ranks: Ranks) -> None:
+    def __init__(
+        self, folder: Path, sigmas: Sequence[float], guidance: float, rank: int, seed: int, ranks: Ranks
+    ) -> None:
         torch.manual_seed(seed)
+        self._guidance = guidance
         self._device = device = ranks.device
         self.sigmas = (*sigmas, 0.0)
         self._generator = torch.Generator(device).manual_seed(ranks.seed(seed))
         self._random = Random(ranks.seed(seed))
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-        self.text_encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder").float().to(device).eval()
+        self.text_encoder = load_component(folder, UMT5EncoderModel).to(device)
         self.text_encoder.requires_grad_(False)
-        self.teacher = WanTransformer3DModel.from_pretrained(folder / "transformer").float().to(device).eval()
+        self.teacher = load_component(folder, WanTransformer3DModel).to(device)
         self.teacher.set_attn_processor(TrainingAttention())
         self.student, self.critic = copy.deepcopy(self.teacher), copy.deepcopy(self.teacher)
         self.teacher.requires_grad_(False)
@@ -187,7 +196,7 @@ class Distillation:
         """The teacher's velocity under guidance, in two passes of the student's shape."""
         cond = self.velocity(self.teacher, latents, sigma, text)
         uncond = self.velocity(self.teacher, latents, sigma, self._empty.expand_as(text).contiguous())
-        return uncond + GUIDANCE * (cond - uncond)
+        return uncond + self._guidance * (cond - uncond)
 
     @torch.no_grad()
     def rollout(self, latents: Tensor, text: Tensor, until: int) -> Tensor:
@@ -301,16 +310,14 @@ class Distillation:
 
     @torch.no_grad()
     def sample(
-        self, prompts: Sequence[EvaluationPrompt], grid: tuple[int, int, int], *, guided_teacher: bool
+        self, prompts: Sequence[str], seeds: Sequence[int], grid: tuple[int, int, int], *, guided_teacher: bool
     ) -> Tensor:
         """Latents of prompts by Euler steps over the student's noise levels: the student's, or the guided teacher's."""
         noise = [
-            torch.randn(1, LATENT_CHANNELS, *grid, generator=torch.Generator().manual_seed(p.seed)) for p in prompts
+            torch.randn(1, LATENT_CHANNELS, *grid, generator=torch.Generator().manual_seed(seed)) for seed in seeds
         ]
         latents = torch.cat(noise).to(self._device)
-        encoded = self.tokenizer(
-            [prompt.text for prompt in prompts], padding="max_length", max_length=CAPTION_TOKENS, truncation=True
-        )
+        encoded = self.tokenizer(list(prompts), padding="max_length", max_length=CAPTION_TOKENS, truncation=True)
         text = self._embed(torch.tensor(encoded["input_ids"], device=self._device))
         if not guided_teacher:
             return self.rollout(latents, text, len(self.sigmas) - 1)
@@ -320,11 +327,11 @@ class Distillation:
 
 
 class Judge:
-    """Prompt accuracy of what a distillation makes; clips are checked by a pool of processes."""
+    """Prompt accuracy of what a distillation makes."""
 
-    def __init__(self, folder: Path, device: str, check: CheckClips) -> None:
-        self._device, self._check = device, check
-        module = AutoencoderKLWan.from_pretrained(folder / "vae").float().to(device).eval()
+    def __init__(self, folder: Path, device: str, examine: Examine) -> None:
+        self._device, self._examine = device, examine
+        module = load_component(folder, AutoencoderKLWan).to(device)
         self._vae = WholeClipVae(module)
         self._mean, self._std = (
             torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
@@ -341,28 +348,46 @@ class Judge:
         *,
         sheet: Path | None = None,
         guided_teacher: bool = False,
-    ) -> Accuracy:
+    ) -> Figures:
         """Accuracy on the first `count` prompts of a kind, with the student's averaged weights."""
-        prompts = evaluation_prompts(kind, count, image=shape.num_frames == 1)
-        verdicts, kept = [], []
-        for first in range(0, count, shape.batch):
-            batch = prompts[first : first + shape.batch]
-            padded = [*batch, *[batch[0]] * (shape.batch - len(batch))]
-            latents = model.sample(padded, shape.grid, guided_teacher=guided_teacher)
+        kept: list[Tensor] = []
+
+        def generate(prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+            # Of one shape, so that nothing is compiled again.
+            missing = shape.batch - len(prompts)
+            padded = [*prompts, *prompts[:1] * missing], [*seeds, *seeds[:1] * missing]
+            latents = model.sample(*padded, shape.grid, guided_teacher=guided_teacher)
             with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._device == "cuda"):
                 parts = [clip_to_frames(self._vae.decode(part * self._std + self._mean)) for part in latents.split(16)]
-            frames = torch.cat(parts).cpu()[: len(batch)]
+            frames = torch.cat(parts).cpu()[: len(prompts)]
             kept.extend(frames[:16] if len(kept) < 16 else [])
-            verdicts.extend(self._check([prompt.attributes for prompt in batch], frames))
+            return frames
+
+        examined = self._examine(generate, kind, count, shape.batch, shape.num_frames == 1)
         if sheet is not None:
             save_sheet(sheet, kept[:16])
-        return summarise(verdicts)
+        return examined.accuracy
+
+
+@contextmanager
+def examiner(detector: Path | None, device: str) -> Iterator[Examine]:
+    """Yield the judge of the world `emoji` with a detector's file, without one the checker of `shapes`, which runs in
+    processes of its own."""
+    if detector is not None:
+        yield examine_emoji(load_detector(detector, device))
+        return
+    workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("SHARED_BY", "1")))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield examine_shapes(parallel_checker(pool))
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the teacher, an exported folder")
+    parser.add_argument("--world", choices=tuple(WORLDS), default=SHAPES.name)
+    parser.add_argument("--judge", type=Path, help="detector.safetensors of the world `emoji`")
+    parser.add_argument("--guidance", type=float, default=2.0, help="of the teacher")
     parser.add_argument("--minutes", type=float, default=8.0, help="wall minutes, preparation and judging included")
     parser.add_argument("--sigmas", type=float, nargs="+", default=[1.0, 0.984, 0.952, 0.87], help="noise levels")
     parser.add_argument("--rank", type=int, default=64, help="of the LoRA; 0 trains the whole transformer")
@@ -376,18 +401,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--name", default="fast")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--toy", action="store_true", help="tiny clips, for a dry run on a CPU")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.judge is None) == (arguments.world == EMOJI.name):
+        parser.error("--judge: the world `emoji` needs its detector, and no other world has one")
+    return arguments
 
 
 def train(model: Distillation, clock: Clock, ranks: Ranks, log: Log, arguments: argparse.Namespace) -> int:
     """Train until the first process's clock is over; returns the number of steps."""
-    shapes = TOY_SHAPES if arguments.toy else SHAPES
+    shapes = TOY_SHAPES if arguments.toy else STEP_SHAPES[arguments.world]
     captions = {
         image: Captions(
             model.tokenizer,
             64 if arguments.toy else NUM_CAPTIONS,
             ranks.seed(arguments.seed),
             ranks.device,
+            WORLDS[arguments.world],
             image=image,
         )
         for image in (False, True)
@@ -432,7 +461,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     log = Log(arguments.out / f"{arguments.name}_log.jsonl" if ranks.is_first else None)
     log.write(event="start", ranks=ranks.count, device=ranks.device, sigmas=list(arguments.sigmas), rank=arguments.rank)
-    model = Distillation(arguments.folder, arguments.sigmas, arguments.rank, arguments.seed, ranks)
+    model = Distillation(arguments.folder, arguments.sigmas, arguments.guidance, arguments.rank, arguments.seed, ranks)
     if arguments.init is not None:
         load_low_rank(model, arguments.init)
     judging = 5.0 if arguments.toy else 60.0
@@ -440,7 +469,7 @@ def main() -> None:
     step = train(model, clock, ranks, log, arguments)
     if ranks.is_first:
         sigmas = " ".join(f"{sigma:g}" for sigma in arguments.sigmas)
-        metadata = {"sigmas": sigmas, "guidance": "none", "steps": str(len(arguments.sigmas)), "base": "shapes"}
+        metadata = {"sigmas": sigmas, "guidance": "none", "steps": str(len(arguments.sigmas)), "base": arguments.world}
         model.save(arguments.out / f"{arguments.name}.safetensors", metadata)
         log.write(event="end", step=step, seconds=clock.trained, wall=time.monotonic() - began)
         judge(model, arguments, log)
@@ -465,23 +494,20 @@ def load_low_rank(model: Distillation, path: Path) -> None:
 
 def judge(model: Distillation, arguments: argparse.Namespace, log: Log) -> None:
     """Prompt accuracy of the averaged student, one line per kind; contact sheets beside the weights."""
-    shapes = TOY_SHAPES[:1] if arguments.toy else SHAPES[:1]
+    shape = TOY_SHAPES[0] if arguments.toy else STEP_SHAPES[arguments.world][0]
     count = 4 if arguments.toy else arguments.judge_prompts
-    workers = max(1, (os.cpu_count() or 1) // int(os.environ.get("SHARED_BY", "1")))
     results = []
     model.swap()
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        referee = Judge(arguments.folder, model._device, parallel_checker(pool))
-        for guided_teacher in (False, True) if arguments.judge_teacher else (False,):
-            for shape in shapes:
-                for kind in ("one_object", "two_objects", "held_out"):
-                    start = time.monotonic()
-                    who = "teacher" if guided_teacher else "student"
-                    sheet = arguments.out / f"{arguments.name}_{who}_{kind}.png"
-                    accuracy = referee.measure(model, kind, count, shape, sheet=sheet, guided_teacher=guided_teacher)
-                    rates = {key: round(part["rate"], 3) for key, part in accuracy.to_dict().items()}
-                    log.write(event="judged", who=who, kind=kind, **rates, seconds=time.monotonic() - start)
-                    results.append({"who": who, "kind": kind, "accuracy": accuracy.to_dict()})
+    with examiner(arguments.judge, model._device) as examine:
+        referee = Judge(arguments.folder, model._device, examine)
+        for who in ("student", "teacher") if arguments.judge_teacher else ("student",):
+            for kind in PROMPT_KINDS:
+                start = time.monotonic()
+                sheet = arguments.out / f"{arguments.name}_{who}_{kind}.png"
+                accuracy = referee.measure(model, kind, count, shape, sheet=sheet, guided_teacher=who == "teacher")
+                rates = {key: round(part["rate"], 3) for key, part in accuracy.items()}
+                log.write(event="judged", who=who, kind=kind, **rates, seconds=time.monotonic() - start)
+                results.append({"who": who, "kind": kind, "accuracy": accuracy})
     model.swap()
     (arguments.out / f"{arguments.name}_accuracy.json").write_text(json.dumps(results, indent=1) + "\n")
 

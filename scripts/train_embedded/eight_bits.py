@@ -1,53 +1,165 @@
-"""States of networks in 8-bit safetensors files: what the next training starts from, small enough for the repository.
+"""Weights in 8 bits, in formats that the runtime reads of anyone (docs/your_files.md): states, folders, LoRA files.
 
-Weights of two or more dimensions are int8 with one scale per output channel, everything else is float16.
+Weights of two or more dimensions become int8 with one scale per output channel and ComfyUI's mark `int8_tensorwise`,
+everything else stays in 16 bits. Where it is known what a weight is multiplied with, the columns that are rounded later
+make good the errors of those before (Frantar et al., GPTQ, arXiv:2210.17323).
 
-    python -m scripts.train_embedded.eight_bits transformer.pt transformer.safetensors
+The factors of a LoRA become 8-bit floats without scales, which every reader takes for numbers: each row of A and its
+column of B are balanced first, so that both lie where these floats are finest.
+
+    python -m scripts.train_embedded.eight_bits transformer.pt transformer.safetensors    # what --init takes
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-_SCALE = ".scale"
+from diffusion_runtime.weights.stored_tensors import stored_rows
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.weight_files import MARKS, QUANTIZATION_METADATA
+
+WEIGHTS = {
+    "transformer": "diffusion_pytorch_model.safetensors",
+    "vae": "diffusion_pytorch_model.safetensors",
+    "text_encoder": "model.safetensors",
+}
+"""Components that are stored in 8 bits, and the file of each."""
+LORA = "pytorch_lora_weights.safetensors"
+# int8 is symmetric here. The share of the mean moment that is added to every one, as in GPTQ.
+_MAX, _DAMPING = 127, 0.01
+_NOTES, _WEIGHT, _DOWN, _UP = "notes", ".weight", ".lora_A.weight", ".lora_B.weight"
 
 
-def save_eight_bits(state: dict[str, Tensor], path: Path, notes: dict[str, Any] | None = None) -> None:
-    """Write a state; `notes` come back with it and must be JSON."""
-    stored = {}
+def save_eight_bits(
+    state: Mapping[str, Tensor],
+    path: Path,
+    notes: dict[str, Any] | None = None,
+    other: torch.dtype = torch.float16,
+    moments: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a state. notes: come back with it, must be JSON; other: dtype of what stays in 16 bits; moments: by the
+    name of a layer, the sum of x xT over its inputs x, [in, in]."""
+    stored: dict[str, Tensor] = {}
+    layers = {}
     for name, value in state.items():
         wide = value.detach().float().cpu()
-        if wide.ndim < 2:
-            stored[name] = wide.half()
+        if wide.ndim < 2 or not name.endswith(_WEIGHT):
+            stored[name] = wide.to(other)
             continue
-        scale = wide.flatten(1).abs().amax(dim=1).clamp(min=1e-8) / 127
-        rows = scale.view(-1, *[1] * (wide.ndim - 1))
-        stored[name] = (wide / rows).round().to(torch.int8).contiguous()
-        stored[name + _SCALE] = scale
-    save_file(stored, path, metadata={"notes": json.dumps(notes or {})})
+        layer = name.removesuffix(_WEIGHT)
+        stored[name], stored[f"{name}_scale"] = rounded(wide, (moments or {}).get(layer))
+        layers[layer] = {"format": "int8_tensorwise"}
+    marks = json.dumps({"format_version": "1.0", "layers": layers})
+    save_file(stored, path, metadata={"format": "pt", QUANTIZATION_METADATA: marks, _NOTES: json.dumps(notes or {})})
+
+
+def rounded(weight: Tensor, moment: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return a weight [out, in, ...] in int8 and its scales [out]. moment: of its inputs, [in, in]; without it every
+    number is rounded to the nearest."""
+    scale = weight.flatten(1).abs().amax(dim=1).clamp(min=1e-8) / _MAX
+    if moment is None:
+        return (weight / scale.view(-1, *[1] * (weight.ndim - 1))).round().to(torch.int8).contiguous(), scale
+    # The columns of the largest inputs first: their errors are made good by most others.
+    order = moment.diagonal().argsort(descending=True)
+    columns = (weight.double() / scale.double()[:, None])[:, order]
+    share = _shares(moment.double()[order][:, order])
+    found = torch.empty_like(columns)
+    for index in range(columns.shape[1]):
+        found[:, index] = columns[:, index].round().clamp(-_MAX, _MAX)
+        error = (columns[:, index] - found[:, index]) / share[index, index]
+        columns[:, index + 1 :] -= error[:, None] * share[index, index + 1 :]
+    return found[:, order.argsort()].to(torch.int8).contiguous(), scale
+
+
+def _shares(moment: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse: what an error in one column is worth in those behind it."""
+    moment = moment.clone()
+    moment.diagonal().add_(_DAMPING * moment.diagonal().mean().clamp(min=1e-12))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+@contextmanager
+def watched_inputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield the moments of the inputs of a model's linear layers, by name, which grow while it runs."""
+    moments: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            rows = inputs[0].detach().float().flatten(0, -2)
+            product = (rows.T @ rows).cpu()
+            moments[name] = moments[name] + product if name in moments else product
+
+        return add
+
+    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers]
+    try:
+        yield moments
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def load_eight_bits(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state in float32 and the notes."""
-    with safe_open(path, framework="pt") as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        notes: dict[str, Any] = json.loads(file.metadata()["notes"])
-    state = {}
-    for name, value in stored.items():
-        if name.endswith(_SCALE):
-            continue
-        scale = stored.get(name + _SCALE)
-        wide = value.float()
-        state[name] = wide if scale is None else wide * scale.view(-1, *[1] * (wide.ndim - 1))
-    return state, notes
+    """Return the state in float32 and the notes, of a file in 8 bits or not."""
+    with closing(SafetensorsFile(path)) as file:
+        notes: dict[str, Any] = json.loads(file.metadata.get(_NOTES, "{}"))
+        rows = stored_rows([file])
+        return {name: several[0].numbers(torch.float32).float().clone() for name, several in rows.items()}, notes
+
+
+def write_folder(
+    source: Path, target: Path, moments: Mapping[str, Mapping[str, Tensor]] | None = None, keep: Collection[str] = ()
+) -> None:
+    """Copy a model folder, its weights in 8 bits but for those of the components `keep`. moments: by component.
+
+    The transformer's config.json asks for weights that are dequantised at load: a model this small gains nothing by
+    products in 8 bits. The other components always are.
+    """
+    if target != source:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    for component in WEIGHTS.keys() - set(keep):
+        path = target / component / WEIGHTS[component]
+        save_eight_bits(load_eight_bits(path)[0], path, other=torch.bfloat16, moments=(moments or {}).get(component))
+        path.chmod(0o644)
+    if "transformer" not in keep:
+        config = target / "transformer" / "config.json"
+        values = json.loads(config.read_text())
+        values["quantization_config"] = {"quant_method": MARKS, "dequantize": True}
+        config.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_lora(source: Path, target: Path) -> None:
+    """Copy the folder of a LoRA, its factors in 8-bit floats."""
+    state, stored = load_file(source / LORA), {}
+    with closing(SafetensorsFile(source / LORA)) as file:
+        metadata = dict(file.metadata)
+    for name in (name for name in state if name.endswith(_DOWN)):
+        up_name = name.removesuffix(_DOWN) + _UP
+        down, up = state[name].float(), state[up_name].float()
+        # The rank's two vectors get the same length, which their product does not notice.
+        balance = (up.norm(dim=0) / down.norm(dim=1).clamp(min=1e-8)).sqrt().clamp(min=1e-8)
+        stored[name] = (balance[:, None] * down).to(torch.float8_e4m3fn).contiguous()
+        stored[up_name] = (up / balance).to(torch.float8_e4m3fn).contiguous()
+    if stored.keys() != state.keys():
+        raise ValueError(
+            f"{source / LORA}: expected factors lora_A and lora_B alone, got {sorted(state.keys() - stored)}"
+        )
+    if target != source:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    save_file(stored, target / LORA, metadata=metadata)
+    (target / LORA).chmod(0o644)
 
 
 def load_parts(path: Path) -> dict[str, dict[str, Tensor]]:
@@ -69,6 +181,7 @@ def main() -> None:
     save_eight_bits(
         {f"{part}.{name}": value for part, state in parts.items() for name, value in state.items()}, arguments.file
     )
+    arguments.file.chmod(0o644)
 
 
 if __name__ == "__main__":

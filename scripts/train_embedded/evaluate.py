@@ -24,18 +24,17 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from diffusion_runtime.quality.emoji import prompts as emoji_prompts
+from diffusion_runtime.quality.emoji import scoring as emoji_scoring
+from diffusion_runtime.quality.emoji.detector import Detector, load_detector
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
 from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind, evaluation_prompts
 from diffusion_runtime.quality.shapes.scoring import CheckClips, Generate, evaluate
-from scripts.emoji import prompts as emoji_prompts
-from scripts.emoji import scoring as emoji_scoring
-from scripts.emoji.detector import Detector
 from scripts.train_embedded.clip_vae import WholeClipVae
 from scripts.train_embedded.contact_sheet import save_sheet
-from scripts.train_embedded.export import SamplerScheduler, build_scheduler
+from scripts.train_embedded.export import SamplerScheduler, build_scheduler, load_component
 from scripts.train_embedded.sampling import Sampler, SamplerSettings
-from scripts.train_embedded.train_judge import load_detector
 from scripts.train_embedded.train_vae import clip_to_frames
 
 
@@ -64,9 +63,9 @@ class Model:
     def __init__(self, folder: Path, device: str, *, bf16: bool) -> None:
         self._device, self._bf16 = device, bf16
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-        text_encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder").float().to(device).eval()
-        transformer = WanTransformer3DModel.from_pretrained(folder / "transformer").float().to(device).eval()
-        self._vae = AutoencoderKLWan.from_pretrained(folder / "vae").float().to(device).eval()
+        text_encoder = load_component(folder, UMT5EncoderModel).to(device)
+        transformer = load_component(folder, WanTransformer3DModel).to(device)
+        self._vae = load_component(folder, AutoencoderKLWan).to(device)
         self._sampler = Sampler(transformer, text_encoder, tokenizer, device)
         self._mean, self._std = (
             torch.tensor(values, device=device).view(1, -1, 1, 1, 1)

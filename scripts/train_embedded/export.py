@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, WanTransformer3DModel
-from transformers import UMT5EncoderModel
+from transformers import UMT5Config, UMT5EncoderModel
 
 from scripts.train_embedded.architecture import (
     MAX_PROMPT_TOKENS,
@@ -18,9 +20,15 @@ from scripts.train_embedded.architecture import (
     build_transformer,
     build_vae,
 )
-from scripts.train_embedded.eight_bits import load_eight_bits
+from scripts.train_embedded.eight_bits import WEIGHTS, load_eight_bits
 from scripts.train_embedded.world import SHAPES, WORLDS, World
 
+Part = TypeVar("Part", AutoencoderKLWan, WanTransformer3DModel, UMT5EncoderModel)
+COMPONENTS: dict[type, str] = {
+    AutoencoderKLWan: "vae",
+    WanTransformer3DModel: "transformer",
+    UMT5EncoderModel: "text_encoder",
+}
 SamplerScheduler = FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler
 
 
@@ -49,10 +57,11 @@ def export_folder(
     world: World = SHAPES,
     *,
     streams: bool = False,
+    defaults: Mapping[str, Any] | None = None,
 ) -> int:
     """Write every part and model_index.json; returns the size of the folder in bytes. The modules become bfloat16.
 
-    streams: with the tokenizer of streams, whose words are more.
+    streams: with the tokenizer of streams, whose words are more. defaults: request fields in place of the world's own.
     """
     for name in ("vae", "transformer", "text_encoder", "tokenizer", "scheduler"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -80,7 +89,10 @@ def export_folder(
     generation = folder / "generation.json"
     if not generation.exists():
         # Published models of the architecture read 512 tokens of text with their padding, this one as many as it has.
-        generation.write_text(json.dumps({"max_text_tokens": MAX_PROMPT_TOKENS}, indent=2) + "\n")
+        values: dict[str, Any] = {"max_text_tokens": MAX_PROMPT_TOKENS}
+        if world.defaults:
+            values |= {"defaults": {**world.defaults, **(defaults or {})}, "presets": world.presets}
+        generation.write_text(json.dumps(values, indent=2) + "\n")
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:
         path.chmod(0o644)
@@ -95,10 +107,27 @@ def _write_tokenizer(folder: Path, world: World, *, streams: bool) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def load_component(folder: Path, of: type[Part]) -> Part:
+    """A component of an exported folder, in 8 bits or not, as the class of its library in float32 and eval mode."""
+    component = COMPONENTS[of]
+    place = folder / component
+    if issubclass(of, UMT5EncoderModel):
+        module: Part = of(UMT5Config.from_pretrained(place))
+    else:
+        settings = dict(of.load_config(place))
+        settings.pop("quantization_config", None)
+        module = of.from_config(settings)
+    missing, unknown = module.load_state_dict(load_eight_bits(place / WEIGHTS[component])[0], strict=False)
+    # The embedding of tokens is stored once, under its first name.
+    if unknown or set(missing) - {"encoder.embed_tokens.weight"}:
+        raise ValueError(f"{place}: does not fit {of.__name__}: {unknown} unknown, {missing} missing")
+    return module.float().eval()
+
+
 def load_vae(path: Path, world: World = SHAPES) -> AutoencoderKLWan:
     """A trained VAE, of a vae.pt, of an 8-bit file or of an exported folder."""
     if path.is_dir():
-        return AutoencoderKLWan.from_pretrained(path / "vae", torch_dtype=torch.float32)
+        return load_component(path, AutoencoderKLWan)
     if path.suffix == ".safetensors":
         state, statistics = load_eight_bits(path)
     else:
@@ -118,6 +147,7 @@ def main() -> None:
     parser.add_argument("--transformer", type=Path, help="transformer.pt: EMA states of transformer and text encoder")
     parser.add_argument("--scheduler", choices=("euler", "unipc"), default="euler")
     parser.add_argument("--shift", type=float, default=3.0)
+    parser.add_argument("--defaults", type=json.loads, default={}, help="request fields of the folder, JSON")
     parser.add_argument("--random", action="store_true", help="untrained weights, for tests of loading")
     arguments = parser.parse_args()
     if not arguments.random and (arguments.vae is None or arguments.transformer is None):
@@ -134,7 +164,15 @@ def main() -> None:
         transformer.load_state_dict(trained["transformer"])
         text_encoder.load_state_dict(trained["text_encoder"])
     scheduler = build_scheduler(arguments.scheduler, arguments.shift)
-    size = export_folder(arguments.folder, vae, transformer, text_encoder, scheduler, world)
+    size = export_folder(
+        arguments.folder,
+        vae,
+        transformer,
+        text_encoder,
+        scheduler,
+        world,
+        defaults=arguments.defaults,
+    )
     print(f"{arguments.folder}: {size / 1e6:.1f} MB")
 
 

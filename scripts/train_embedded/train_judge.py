@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.emoji.detector import CELLS, FRAME, Detector, Maps
-from scripts.emoji.judge import Verdict, judge, read_clips
+from diffusion_runtime.quality.emoji.detector import CELLS, FRAME, Detector, Maps, load_detector
+from diffusion_runtime.quality.emoji.judge import Verdict, judge, read_clips
+from diffusion_runtime.quality.emoji.scene import SceneBatch
+from diffusion_runtime.quality.emoji.scoring import summarise
 from scripts.emoji.render import Poses, background, compose, pick_pictures, poses, render
-from scripts.emoji.scene import SceneBatch
-from scripts.emoji.scoring import summarise
-from scripts.train_embedded.eight_bits import load_eight_bits, save_eight_bits
+from scripts.train_embedded.eight_bits import save_eight_bits
 from scripts.train_embedded.session import Average, Clock, Log, cosine
 from scripts.train_embedded.world import EMOJI
 
@@ -125,13 +125,6 @@ def measure(detector: Detector, device: str, count: int, two: float, size: int, 
         readings = read_clips(detector, render(scenes, num_frames, size))
         verdicts += [judge(says, seen) for says, seen in zip(scenes.attributes(), readings, strict=True)]
     return verdicts
-
-
-def load_detector(path: Path, device: str) -> Detector:
-    """A trained detector in float32."""
-    detector = Detector()
-    detector.load_state_dict(load_eight_bits(path)[0])
-    return detector.to(device).eval()
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from scripts.train_embedded.auxiliary import AuxiliaryHeads, ScoreLog, fade
 from scripts.train_embedded.buckets import TOY_BUCKETS, Bucket
 from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate
 from scripts.train_embedded.eight_bits import load_parts
-from scripts.train_embedded.export import load_vae
+from scripts.train_embedded.export import load_component, load_vae
 from scripts.train_embedded.latent_pool import Encoder, LatentPool
 from scripts.train_embedded.muon import Muon
 from scripts.train_embedded.objective import StepLoss, training_loss
@@ -85,8 +85,8 @@ def initial_states(path: Path) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = torch.load(path, map_location="cpu")
         return states
     return {
-        "transformer": WanTransformer3DModel.from_pretrained(path / "transformer").state_dict(),
-        "text_encoder": UMT5EncoderModel.from_pretrained(path / "text_encoder").state_dict(),
+        "transformer": load_component(path, WanTransformer3DModel).state_dict(),
+        "text_encoder": load_component(path, UMT5EncoderModel).state_dict(),
     }
 
 

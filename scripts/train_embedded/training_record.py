@@ -2,6 +2,7 @@
 
     python -m scripts.train_embedded.training_record FOLDER --vae-log vae_log.jsonl --logs a.jsonl b.jsonl \
         --accuracy accuracy.json --notes notes.json
+    python -m scripts.train_embedded.training_record FOLDER --world emoji ... --accuracy a.json --sweep s.json
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.quality.emoji.attributes import MOTION_NAMES, SCENE_NAMES
+from diffusion_runtime.quality.emoji.things import THINGS
 from diffusion_runtime.quality.shapes.scene import (
     RADIUS_RANGE_ONE,
     RADIUS_RANGE_TWO,
@@ -19,6 +22,29 @@ from diffusion_runtime.quality.shapes.scene import (
 )
 from scripts.train_embedded.evaluate import Setting
 
+RECORDS: dict[str, dict[str, Any]] = {
+    "shapes": {
+        "model": "shapes: a Wan in miniature, trained from scratch on procedural clips",
+        "data": {
+            "radius_half_sides": {"one_object": RADIUS_RANGE_ONE, "two_objects": RADIUS_RANGE_TWO},
+            "travel_half_sides": {"one_object": TRAVEL_RANGE_ONE, "two_objects": TRAVEL_RANGE_TWO},
+            "held_out_combinations": 25,
+            "combinations": 200,
+        },
+    },
+    "emoji": {
+        "model": "emoji: a Wan in miniature, trained from scratch on procedural clips of emoji",
+        "data": {
+            "things": len(THINGS),
+            "scenes": SCENE_NAMES,
+            "motions": MOTION_NAMES,
+            "held_out_combinations": len(THINGS) * len(SCENE_NAMES),
+            "combinations": len(THINGS) * len(SCENE_NAMES) * len(MOTION_NAMES),
+            "pictures": "Noto Color Emoji 2.042, Copyright 2013 to 2023 Google Inc., SIL Open Font License 1.1",
+        },
+    },
+}
+"""What is known of each world without a measurement."""
 TRANSFORMER_COLUMNS = ("step", "samples", "seconds", "lr", "error", "text_accuracy", "cell_accuracy")
 
 
@@ -42,21 +68,31 @@ def compact(accuracy: dict[str, dict[str, float]]) -> dict[str, str]:
     }
 
 
+def result_of(path: Path) -> dict[str, Any]:
+    """Results of finalise, or the rows of evaluate, of which the first has the setting that was chosen."""
+    held = json.loads(path.read_text())
+    return {"chosen": held[0]["setting"], "final": held, "sweep": []} if isinstance(held, list) else dict(held)
+
+
 def main() -> None:
     """Write FOLDER/TRAINING.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vae-log", type=Path, required=True)
     parser.add_argument("--logs", type=Path, nargs="+", required=True, help="one log a stage of the transformer")
-    parser.add_argument("--accuracy", type=Path, nargs="+", required=True, help="results of finalise")
+    parser.add_argument("--accuracy", type=Path, nargs="+", required=True, help="results of finalise, or of evaluate")
+    parser.add_argument("--sweep", type=Path, help="results of evaluate over settings")
+    parser.add_argument("--world", choices=tuple(RECORDS), default="shapes")
     parser.add_argument("--notes", type=Path, required=True, help="hardware, versions, what each stage was, as JSON")
     arguments = parser.parse_args()
     vae = read_lines(arguments.vae_log)
     latents = next(line for line in vae if line.get("event") == "latents")
-    results = [json.loads(path.read_text()) for path in arguments.accuracy]
+    results = [result_of(path) for path in arguments.accuracy]
+    if arguments.sweep is not None:
+        results[0]["sweep"] += json.loads(arguments.sweep.read_text())
     setting = Setting.parse(results[0]["chosen"])
     record: dict[str, Any] = {
-        "model": "shapes: a Wan in miniature, trained from scratch on procedural clips",
+        "model": RECORDS[arguments.world]["model"],
         "defaults": {
             "height": 256,
             "width": 256,
@@ -67,16 +103,16 @@ def main() -> None:
             "flow_shift": setting.shift,
         },
         **json.loads(arguments.notes.read_text()),
-        "data": {
-            "radius_half_sides": {"one_object": RADIUS_RANGE_ONE, "two_objects": RADIUS_RANGE_TWO},
-            "travel_half_sides": {"one_object": TRAVEL_RANGE_ONE, "two_objects": TRAVEL_RANGE_TWO},
-            "held_out_combinations": 25,
-            "combinations": 200,
-        },
+        "data": RECORDS[arguments.world]["data"],
         "vae": {
             "steps": latents["step"],
             "seconds": latents["seconds"],
             "curve": curve(vae, ("step", "seconds", "loss", "kl")),
+            "sharpness": [
+                {key: value for key, value in line.items() if key != "event"}
+                for line in vae
+                if line.get("event") == "sharpness"
+            ],
             "reconstructions": {
                 f"{line['num_frames']}x{line['size']}": compact(line["accuracy"])
                 for line in vae

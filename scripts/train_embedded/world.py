@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import torch
 
+from diffusion_runtime.quality.emoji import attributes as emoji_attributes
+from diffusion_runtime.quality.emoji import captions as emoji_captions
+from diffusion_runtime.quality.emoji import scene as emoji_scene
+from diffusion_runtime.quality.emoji.things import THING_NAMES
 from diffusion_runtime.quality.shapes import captions as shapes_captions
 from diffusion_runtime.quality.shapes import scene as shapes_scene
-from scripts.emoji import attributes as emoji_attributes
-from scripts.emoji import captions as emoji_captions
 from scripts.emoji import render as emoji_render
-from scripts.emoji import scene as emoji_scene
-from scripts.emoji.things import THING_NAMES
 from scripts.shapes.render import render_slots as render_shapes
 from scripts.train_embedded.architecture import EMOJI_SIZES, SHAPES_SIZES, Sizes
 from scripts.train_embedded.buckets import BUCKETS, EMOJI_BUCKETS, Bucket
@@ -47,6 +47,9 @@ class World:
     """The vocabulary of the tokenizer."""
     renderer: Callable[[bool], Renderer]
     """The renderer, compiled or not."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Request fields that an exported folder starts from."""
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def _shapes_sample(count: int, generator: torch.Generator, two: float) -> shapes_scene.SceneBatch:
@@ -97,5 +100,15 @@ EMOJI = World(
     write_caption=lambda scene, random, image: emoji_captions.write_caption(scene, random, image=image),
     words=emoji_captions.all_words,
     renderer=_emoji_renderer,
+    defaults={
+        "negative_prompt": "",
+        "height": 256,
+        "width": 256,
+        "num_frames": 29,
+        "fps": 12,
+        "num_inference_steps": 12,
+        "guidance_scale": 2.0,
+    },
+    presets={"draft": {"height": 128, "width": 128, "num_inference_steps": 8}, "default": {}},
 )
 WORLDS = {world.name: world for world in (SHAPES, EMOJI)}

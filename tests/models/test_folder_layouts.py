@@ -137,13 +137,8 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("component", "dtype"),
-    [
-        *((component, dtype) for component in STEMS for dtype in (torch.int8, torch.uint8)),
-        ("vae", torch.float8_e4m3fn),
-    ],
-)
+@pytest.mark.parametrize("component", list(STEMS))
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_tensors_of_eight_bits_are_refused(
     tiny_wan_copy: Callable[[], Path], no_weight_is_read: None, component: str, dtype: torch.dtype
 ) -> None:
@@ -151,11 +146,7 @@ def test_tensors_of_eight_bits_are_refused(
     path = folder / component / f"{STEMS[component]}.safetensors"
     tensors = load_file(path)
     name = next(name for name, tensor in tensors.items() if tensor.dim() >= 2)
-    tensors = {**tensors, name: tensors[name].to(dtype)}
-    if dtype == torch.float8_e4m3fn:
-        # Without scales it is a plain cast, which is read.
-        tensors[f"{name}_scale"] = torch.ones(1)
-    save_file(tensors, path)
+    save_file({**tensors, name: tensors[name].to(dtype)}, path)
     said = refusal(folder)
     assert f"{path}: 1 of {len(tensors)} tensors are stored as " in said
     assert name in said

@@ -10,14 +10,19 @@ from random import Random
 import torch
 from torch import Tensor
 
-from scripts.emoji.attributes import MOTION_NAMES, SCENE_NAMES, ObjectAttributes, SceneAttributes, held_out_motion
-from scripts.emoji.captions import all_words, write_caption
-from scripts.emoji.detector import Detector
-from scripts.emoji.judge import Reading, Verdict, judge, read_clips, read_motion
+from diffusion_runtime.quality.emoji.attributes import (
+    MOTION_NAMES,
+    SCENE_NAMES,
+    ObjectAttributes,
+    SceneAttributes,
+    held_out_motion,
+)
+from diffusion_runtime.quality.emoji.captions import all_words, write_caption
+from diffusion_runtime.quality.emoji.detector import Detector, load_detector
+from diffusion_runtime.quality.emoji.judge import Reading, Verdict, judge, read_clips, read_motion
+from diffusion_runtime.quality.emoji.scene import MAX_OBJECTS, SceneBatch, SceneSettings, sample_scenes
+from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
 from scripts.emoji.render import render, render_slots
-from scripts.emoji.scene import MAX_OBJECTS, SceneBatch, SceneSettings, sample_scenes
-from scripts.emoji.things import THING_NAMES, THINGS
-from scripts.train_embedded.train_judge import load_detector
 
 STATE = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state"
 FRAMES, SIZE = 29, 128

@@ -11,8 +11,8 @@ from tables import table
 from diffusion_runtime.quality.paired_test import mcnemar
 from diffusion_runtime.quality.shapes.captions import EVALUATION_CAPTIONS, CaptionSettings, write_caption
 from diffusion_runtime.quality.shapes.prompt_reading import read_prompt
-from diffusion_runtime.quality.shapes.prompts import prompt_set
 from diffusion_runtime.quality.shapes.scene import sample_scenes
+from diffusion_runtime.quality.worlds import WORLDS
 
 
 def test_every_caption_is_read_back() -> None:
@@ -54,9 +54,10 @@ def test_the_words_of_a_user_are_read() -> None:
 
 
 def test_a_prompt_set_is_seeded_and_its_prompts_are_read_back() -> None:
-    prompts = prompt_set(7)
-    assert prompts == prompt_set(9)[:7]
-    assert prompts[0].text != prompt_set(1, seed=3)[0].text
+    shapes = WORLDS["shapes"]
+    prompts = shapes.prompt_set(7, 2026)
+    assert prompts == shapes.prompt_set(9, 2026)[:7]
+    assert prompts[0].text != shapes.prompt_set(1, 3)[0].text
     assert [len(prompt.attributes.objects) for prompt in prompts[:3]] == [1, 2, 1]
     assert len({prompt.seed for prompt in prompts}) == 7
     assert all(read_prompt(prompt.text) == prompt.attributes for prompt in prompts)

@@ -15,7 +15,7 @@ from scripts.train_embedded.architecture import (
     build_vae,
 )
 from scripts.train_embedded.clip_vae import WholeClipVae, normalise_and_activate, row_by_row
-from scripts.train_embedded.eight_bits import load_eight_bits, save_eight_bits
+from scripts.train_embedded.eight_bits import load_eight_bits, rounded, save_eight_bits, watched_inputs
 from scripts.train_embedded.export import load_vae
 from scripts.train_embedded.train_transformer import initial_states
 from scripts.train_embedded.train_vae import training_clips
@@ -73,3 +73,29 @@ def test_the_kept_transformer_starts_another_training() -> None:
         module.load_state_dict(parts[name])
         assert all(value.isfinite().all() for value in parts[name].values())
     assert parts["heads"]
+
+
+def test_columns_make_good_what_was_rounded_before_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(24, 64, generator=generator)
+    # Inputs that depend on each other, as those of layers do.
+    inputs = torch.randn(512, 8, generator=generator) @ torch.randn(8, 64, generator=generator)
+    inputs += 0.05 * torch.randn(512, 64, generator=generator)
+    wrong = []
+    for moment in (None, inputs.T @ inputs):
+        numbers, scale = rounded(weight, moment)
+        assert numbers.dtype == torch.int8
+        assert (weight.abs().amax(dim=1) / 127 - scale).abs().max() < 1e-7
+        wrong.append(float((inputs @ (numbers * scale[:, None] - weight).T).norm()))
+    assert wrong[1] < 0.3 * wrong[0]
+
+
+def test_the_inputs_of_layers_are_watched_while_they_run() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.SiLU(), torch.nn.Linear(4, 2))
+    x = torch.randn(2, 5, 3)
+    with watched_inputs(model) as moments:
+        model(x[:1])
+        model(x[1:])
+    model(x)
+    torch.testing.assert_close(moments["0"], x.flatten(0, 1).T @ x.flatten(0, 1))
+    assert set(moments) == {"0", "2"}

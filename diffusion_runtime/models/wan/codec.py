@@ -67,6 +67,7 @@ AUTOENCODER = DiffusersComponent(
     # The halves of the autoencoder; the one that is not needed is neither built nor read.
     encoder_parts=("encoder", "quant_conv"),
     decoding_half=_decoding_half,
+    reads_quantized=True,
 )
 _DECODER_PARTS = ("decoder", "post_quant_conv")
 

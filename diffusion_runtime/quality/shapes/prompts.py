@@ -46,11 +46,3 @@ def evaluation_prompts(
         caption = write_caption(scene, Random(own_seed), caption_settings, image=image)
         prompts.append(EvaluationPrompt(caption.text, caption.attributes, seed=own_seed % 2**31))
     return prompts
-
-
-def prompt_set(count: int, seed: int = 2026) -> list[EvaluationPrompt]:
-    """`count` prompts, of one object, two objects and combinations held out of training by turns; a shorter set is the
-    start of a longer one."""
-    each = -(-count // len(PROMPT_KINDS))
-    kinds = [evaluation_prompts(kind, each, seed=seed) for kind in PROMPT_KINDS]
-    return [prompt for together in zip(*kinds, strict=True) for prompt in together][:count]

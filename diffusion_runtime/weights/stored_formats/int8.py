@@ -44,7 +44,8 @@ class Int8(StoredFormat):
         return EightBits(Int8Linear, self.group_size)
 
     def shape(self, stored: Shape) -> Shape:
-        return check_columns(stored, 1, self.group_size or 1)
+        # Weights of convolutions are not rotated, and have a scale per output channel.
+        return check_columns(stored, 1, self.group_size or 1) if self.group_size or len(stored) < 3 else stored
 
     def companions(self, stored: Shape) -> tuple[Companion, ...]:
         return (scale_of_rows(stored[0]),)
@@ -55,7 +56,7 @@ class Int8(StoredFormat):
     def tensors(
         self, weight: torch.Tensor, beside: Mapping[str, torch.Tensor], rows: slice | None, num_rows: int
     ) -> tuple[torch.Tensor, ...]:
-        return weight, scales_by_row(beside, rows, num_rows)
+        return weight.flatten(1), scales_by_row(beside, rows, num_rows)
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return dequantize(self.quantized_rows(tensors), self.group_size, torch.float32)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from diffusion_runtime.quality.emoji.detector import Detector
+from diffusion_runtime.quality.emoji.judge import Verdict, judge, read_clips
+from diffusion_runtime.quality.emoji.prompts import EvaluationPrompt
 from diffusion_runtime.quality.shapes.scoring import Proportion, wilson
-from scripts.emoji.detector import Detector
-from scripts.emoji.judge import Verdict, judge, read_clips
-from scripts.emoji.prompts import EvaluationPrompt
 
 PARTS = ("count", "thing", "motion", "scene", "time", "size", "place", "joint", "everything")
 """Of a verdict; `joint` is the first four together."""

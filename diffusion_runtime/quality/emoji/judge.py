@@ -14,9 +14,9 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from scripts.emoji.attributes import SCENE_NAMES, TIME_NAMES, SceneAttributes
-from scripts.emoji.detector import Detections, Detector, detect, prepare
-from scripts.emoji.things import THING_NAMES
+from diffusion_runtime.quality.emoji.attributes import SCENE_NAMES, TIME_NAMES, SceneAttributes
+from diffusion_runtime.quality.emoji.detector import Detections, Detector, detect, prepare
+from diffusion_runtime.quality.emoji.things import THING_NAMES
 
 MIN_SCORE = 0.35
 """Of a detection."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from scripts.emoji.attributes import ObjectAttributes, SceneAttributes
-from scripts.emoji.things import THING_NAMES, THINGS
-from scripts.emoji.wording import (
+from diffusion_runtime.quality.emoji.attributes import ObjectAttributes, SceneAttributes
+from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
+from diffusion_runtime.quality.emoji.wording import (
     IMAGE_OPENINGS,
     JOINTS,
     MOTIONS,

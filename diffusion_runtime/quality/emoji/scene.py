@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.emoji.attributes import (
+from diffusion_runtime.quality.emoji.attributes import (
     GROUNDED,
     MOTION_DIRECTIONS,
     MOTION_NAMES,
@@ -24,7 +24,7 @@ from scripts.emoji.attributes import (
     SceneAttributes,
     held_out_motion,
 )
-from scripts.emoji.things import THING_NAMES, THINGS
+from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
 
 MAX_OBJECTS = 2
 RADIUS_ONE = ((0.22, 0.26), (0.33, 0.41), (0.49, 0.56))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
 
 import torch
 
-from scripts.emoji.attributes import SceneAttributes
-from scripts.emoji.captions import EVALUATION_CAPTIONS, write_caption
-from scripts.emoji.scene import SceneSettings, sample_scenes
-
-PromptKind = Literal["one_object", "two_objects", "held_out"]
-PROMPT_KINDS: tuple[PromptKind, ...] = ("one_object", "two_objects", "held_out")
+from diffusion_runtime.quality.emoji.attributes import SceneAttributes
+from diffusion_runtime.quality.emoji.captions import EVALUATION_CAPTIONS, write_caption
+from diffusion_runtime.quality.emoji.scene import SceneSettings, sample_scenes
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,18 @@ Zhou et al., "Objects as points" (arXiv:1904.07850): a map of centres, and at ea
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scripts.emoji.attributes import SCENE_NAMES, TIME_NAMES
-from scripts.emoji.things import THING_NAMES
+from diffusion_runtime.quality.emoji.attributes import SCENE_NAMES, TIME_NAMES
+from diffusion_runtime.quality.emoji.things import THING_NAMES
+from diffusion_runtime.weights.stored_tensors import stored_rows
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
 
 FRAME = 128
 """Side in pixels that frames are brought to."""
@@ -120,3 +124,12 @@ def detect(maps: Maps) -> Detections:
             near = (position[:, one] - position[:, other]).abs() < 0.6 * half[:, other].amax(dim=-1, keepdim=True)
             kept[:, one] &= ~(near.all(dim=-1) & kept[:, other])
     return Detections(score * kept, torch.cat([position, half], dim=-1), thing)
+
+
+def load_detector(path: Path, device: str) -> Detector:
+    """Return a trained detector in float32, of a safetensors file in 8 bits or not. Raises ModelLoadError."""
+    detector = Detector()
+    with closing(SafetensorsFile(path)) as file:
+        rows = stored_rows([file])
+        detector.load_state_dict({name: several[0].numbers(torch.float32).float() for name, several in rows.items()})
+    return detector.to(device).eval().requires_grad_(False)

@@ -1,0 +1,140 @@
+"""Prompt parser: the attributes that a prompt names, in the closed vocabulary of the embedded model `emoji`.
+
+The inverse of captions.py: words are matched against its tables, the longest phrase first.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from diffusion_runtime.quality.emoji.attributes import ObjectAttributes, SceneAttributes
+from diffusion_runtime.quality.emoji.things import THINGS
+from diffusion_runtime.quality.emoji.wording import (
+    IMAGE_OPENINGS,
+    JOINTS,
+    MOTIONS,
+    OWN_MOTIONS,
+    PLACES,
+    SCENES,
+    SIZES,
+    SKY_AT,
+    TIMES,
+    VIDEO_OPENINGS,
+    plural,
+)
+
+MAX_OBJECTS = 2
+_MAX_CHARACTERS = 400
+_TOKEN = re.compile(r"[a-z0-9]+|[.,;:]")
+_ARTICLES = ("a", "an", "the", "some", ".")
+# (kind, value): the meaning of a phrase.
+_Meaning = tuple[str, str]
+
+
+def _phrases() -> Iterator[tuple[str, _Meaning]]:
+    """Yield phrases with their meanings; of equal phrases the last one counts."""
+    tables: tuple[tuple[str, Mapping[str, Iterable[str]]], ...] = (
+        ("motion", MOTIONS),
+        *(("motion", table) for table in OWN_MOTIONS.values()),
+        ("scene", SCENES),
+        ("time", TIMES),
+        ("sky", SKY_AT),
+        ("place", PLACES),
+        ("size", SIZES),
+    )
+    for kind, table in tables:
+        for value, wordings in table.items():
+            yield from ((words, (kind, value)) for words in wordings)
+    for thing in THINGS:
+        for noun in thing.words:
+            yield plural(noun), ("things", thing.name)
+            yield noun, ("thing", thing.name)
+    yield "two", ("two", "")
+    yield from ((text.strip(), ("opening", "")) for text in (*VIDEO_OPENINGS, *IMAGE_OPENINGS))
+    yield from ((text.strip(), ("joint", "")) for text in JOINTS)
+    yield from ((text, ("nothing", "")) for text in _ARTICLES)
+
+
+@functools.cache
+def _table() -> tuple[Mapping[tuple[str, ...], _Meaning], int]:
+    """Return meanings by words, and the number of words of the longest phrase."""
+    found = {tuple(_TOKEN.findall(phrase)): meaning for phrase, meaning in _phrases()}
+    return found, max(map(len, found))
+
+
+@dataclass
+class _Object:
+    thing: str
+    size: str | None
+    motion: str | None = None
+    place: str | None = None
+
+
+def read_prompt(text: str) -> SceneAttributes | None:
+    """Return what the prompt names; an attribute that it leaves out is None. None for a prompt without a thing, with
+    more than MAX_OBJECTS, or with a word or word order that the captions of the training data do not have."""
+    lowered = text.lower()
+    if len(text) > _MAX_CHARACTERS or _TOKEN.sub("", lowered).strip():
+        return None
+    meanings = _meanings(_TOKEN.findall(lowered))
+    return None if meanings is None else _scene(meanings)
+
+
+def _meanings(tokens: list[str]) -> list[_Meaning] | None:
+    table, longest = _table()
+    meanings: list[_Meaning] = []
+    at = 0
+    while at < len(tokens):
+        for length in range(min(longest, len(tokens) - at), 0, -1):
+            meaning = table.get(tuple(tokens[at : at + length]))
+            if meaning is not None:
+                meanings.append(meaning)
+                at += length
+                break
+        else:
+            return None
+    return meanings
+
+
+def _scene(meanings: list[_Meaning]) -> SceneAttributes | None:
+    objects: list[_Object] = []
+    # The things that a motion and a place are said of: both of `two cats`, else the last one.
+    group = 1
+    found: dict[str, str | None] = {"scene": None, "time": None}
+    size: str | None = None
+    is_two = False
+    for position, (kind, value) in enumerate(meanings):
+        if kind == "opening" and position:
+            return None
+        if kind in ("scene", "time", "sky"):
+            # "in the evening sky" names both.
+            named = {"scene": "sky", "time": value} if kind == "sky" else {kind: value}
+            if any(found[each] is not None for each in named):
+                return None
+            found.update(named)
+        elif kind == "two":
+            is_two = True
+        elif kind == "size":
+            if size is not None:
+                return None
+            size = value
+        elif kind in ("thing", "things"):
+            # Some plurals are as the singular, such as sheep.
+            if kind == "things" and not is_two:
+                return None
+            group = 2 if is_two else 1
+            objects += [_Object(value, size) for _ in range(group)]
+            size, is_two = None, False
+        elif kind in ("motion", "place"):
+            named_things = objects[-group:]
+            if not named_things or any(getattr(each, kind) is not None for each in named_things):
+                return None
+            for each in named_things:
+                setattr(each, kind, value)
+    if size is not None or is_two or not 1 <= len(objects) <= MAX_OBJECTS:
+        return None
+    described = tuple(ObjectAttributes(each.thing, each.motion, each.size, each.place) for each in objects)
+    return SceneAttributes(described, found["scene"], found["time"])

@@ -1,0 +1,101 @@
+"""What the clips of prompts must show: prompts read back, and clips judged by the world of their model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from diffusion_runtime.cli.prompt_set import requests_of_set, without_prompts
+from diffusion_runtime.cli.settings import Flags
+from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.quality import worlds
+from diffusion_runtime.quality.emoji.captions import write_caption
+from diffusion_runtime.quality.emoji.prompt_reading import read_prompt
+from diffusion_runtime.quality.emoji.scene import SceneSettings, sample_scenes
+from diffusion_runtime.quality.worlds import WORLDS, proportions, wanted_of
+from scripts.emoji.render import render
+
+DETECTOR = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state" / "detector.safetensors"
+
+
+def test_prompts_of_emoji_are_read_as_they_were_written() -> None:
+    random = Random(5)
+    for index, scene in enumerate(sample_scenes(400, torch.Generator().manual_seed(5)).attributes()):
+        caption = write_caption(scene, random, image=index % 4 == 0)
+        found, wanted = read_prompt(caption.text), caption.attributes
+        assert found is not None, caption.text
+        assert (found.scene, found.time) == (wanted.scene, wanted.time), caption.text
+        assert sorted(map(repr, found.objects)) == sorted(map(repr, wanted.objects)), caption.text
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "a purple whale jumping",
+        "in the sea at night",
+        "a dog and a cat and a fox",
+        "a big small dog",
+        "dogs walking left",
+        "a dog walking left walking right",
+        "a dog in the sea in the snow",
+        "a dog in the sea in the night sky",
+        "a dog a video of",
+        "two big",
+        "a dog #1",
+    ],
+)
+def test_other_words_and_orders_are_not_read(prompt: str) -> None:
+    assert read_prompt(prompt) is None
+
+
+@pytest.fixture
+def with_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "EMOJI_DETECTOR", DETECTOR)
+    worlds._detector.cache_clear()
+
+
+@pytest.mark.usefixtures("with_detector")
+def test_clips_are_judged_by_what_their_prompt_names() -> None:
+    scenes = sample_scenes(3, torch.Generator().manual_seed(3), SceneSettings(two_object_fraction=0.5))
+    verdicts, others = [], []
+    for scene, clip in zip(scenes.attributes(), render(scenes, 29, 128), strict=True):
+        caption = write_caption(scene, Random(1))
+        wanted, other = wanted_of("emoji", caption.text), wanted_of("emoji", "a fox spinning in the desert")
+        assert wanted is not None
+        assert other is not None
+        verdicts.append(wanted.judge(clip))
+        others.append(other.judge(clip))
+    assert proportions(verdicts)["joint"].rate == 1.0
+    found = proportions(others)
+    assert found["joint"].rate == 0.0
+    assert set(found) == {"count", "thing", "motion", "scene", "time", "size", "place", "joint"}
+
+
+def test_models_without_a_world_or_a_judge_want_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wanted_of("wan2.1-1.3b", "a red circle") is None
+    assert wanted_of("shapes", "a red circle") is not None
+    assert wanted_of("shapes", "a fox") is None
+    monkeypatch.setattr(worlds, "EMOJI_DETECTOR", tmp_path / "detector.safetensors")
+    assert wanted_of("emoji", "a fox") is None
+    flags = without_prompts(Flags(), "emoji:3")
+    with pytest.raises(ConfigError, match=r"emoji: clips of it cannot be judged here: the network of its judge"):
+        requests_of_set([_request(flags)], "emoji:3")
+
+
+@pytest.mark.usefixtures("with_detector")
+def test_prompt_sets_are_of_the_world_that_is_named() -> None:
+    for name in WORLDS:
+        requests = requests_of_set([_request(without_prompts(Flags(), f"{name}:7:1"))], f"{name}:7:1")
+        assert len({request.seed for request in requests}) == 7
+        assert all(wanted_of(name, request.prompt) is not None for request in requests)
+    with pytest.raises(ConfigError, match="expected shapes:COUNT or shapes:COUNT:SEED"):
+        without_prompts(Flags(), "animals:7")
+
+
+def _request(flags: Flags):  # type: ignore[no-untyped-def]
+    from diffusion_runtime.request.generation_request import GenerationRequest
+
+    return GenerationRequest(flags.prompts[0], seed=int(flags.seeds[0]))
