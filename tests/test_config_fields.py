@@ -53,9 +53,11 @@ def test_a_class_on_another_has_its_keys_but_for_those_that_it_declares_again() 
 
 
 def test_a_prefix_is_that_of_every_key() -> None:
-    file = ConfigFile(Path("config.json"), {f"audio_{key}": 2 for key in ("layers", "patch", "heads")})
+    values = {"layers": 2, "patch": 2, "heads": 2, "in_channels": 4, "odd": True, "ratio": 2}
+    file = ConfigFile(Path("config.json"), {f"audio_{key}": value for key, value in values.items()})
     found = config_fields.read_declared(Sizes, file, "audio_")
     assert (found["num_layers"], found["num_heads"], found["patch"]) == (2, 2, (1, 2, 2))
+    assert (found["num_channels"], found["is_odd"], found["ffn_dim"]) == (4, True, 48)
     assert "audio_in_channels" in config_fields.keys_of(Sizes, "audio_")
 
 
