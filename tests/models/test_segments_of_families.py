@@ -37,7 +37,8 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "wan": partial(write_tiny_wan, takes_image=True),
 }
 SLOW = ("hunyuan_video 33", "hunyuan_video_15", "wan")
-SIZES: Mapping[str, dict[str, Any]] = {"ltx2": {"height": 64, "width": 96, "fps": 25}}
+# Of two steps LTX-2's levels do not follow from the shift.
+VALUES: Mapping[str, dict[str, Any]] = {"ltx2": {"fps": 25, "num_inference_steps": 3}}
 PROMPTS = ("a red circle", "a red circle", "a blue star")
 SEEDS = (1, 7, 3)
 # Of a request for one segment by itself.
@@ -62,7 +63,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def request(kind: str, picture: str | None, **values: Any) -> GenerationRequest:
     """3 segments of 9 frames; the second prompt is the last one's."""
     fields: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 25, "segment_frames": 9, "seed": 1, "fps": 24}
-    fields |= {"num_inference_steps": 2, "image_path": picture, "segment_seeds": SEEDS, **SIZES.get(kind, {})}
+    fields |= {"num_inference_steps": 2, "image_path": picture, "segment_seeds": SEEDS, **VALUES.get(kind, {})}
     fields |= {"prompt": PROMPTS[0], "prompt_switches": [("11f", PROMPTS[2])]}
     return GenerationRequest(**(fields | values))
 

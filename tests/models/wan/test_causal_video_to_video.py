@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from PIL import Image
+from several_processes import start
 from tables import table
 from tiny_models import write_tiny_wan
 
@@ -117,6 +119,28 @@ def test_the_first_chunk_has_its_share_of_its_own_steps(pipeline: Pipeline, file
     settings = pipeline.rules.settings(pipeline.resolve(asked))
     assert [settings.chunking.num_steps_of_chunk(index) for index in (0, 1)] == [6, 3]
     assert [len(settings.build_sampler(chunk).steps(torch.device("cpu"))) for chunk in (0, 1)] == [6, 3]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(files: dict[str, str], tmp_path: Path) -> None:
+    folder = write_tiny_wan(tmp_path / "model", causal=KEYS)
+    command = ["generate", "a red circle", "--model-path", folder, "--device", "cpu", "--height", 32, "--width", 32]
+    command += [
+        "--num-frames",
+        33,
+        "--num-inference-steps",
+        4,
+        "--init-path",
+        files["video"],
+        "--mask-path",
+        files["mask"],
+    ]
+    made = {}
+    for name, several in (("one", ()), ("two", ("--num-gpus", "2", "--ulysses-degree", "2"))):
+        result = start(tmp_path / name, *command, "--strength", "0.5", "-o", "clip.npy", *several).finish()
+        assert result.code == 0, result.err
+        made[name] = numpy.load(tmp_path / name / "clip.npy")
+    assert abs(made["one"].astype(int) - made["two"].astype(int)).max() <= 1
 
 
 def test_what_is_refused(pipeline: Pipeline, files: dict[str, str]) -> None:
