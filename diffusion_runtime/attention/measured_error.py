@@ -108,22 +108,25 @@ class ErrorSample:
 
         Raises BackendInaccurateError beyond the bound.
         """
+        error, rounding, context = self._error(group, device), self._rounding, self._context
+        if error is not None and not error <= rounding.bound:
+            raise BackendInaccurateError(self._message(error), [(rounding.backend, f"its error is {error:.2g}")])
+        # Also where nothing was measured: a sparse call that is asked again would wait for the device at every step.
+        context.state.of_layer(self._layer, context.step).put(_mark(rounding), True)
+        if error is not None:
+            context.recorder.record_error(
+                self._layer, context.step, backend=rounding.backend, error=error, bound=rounding.bound
+            )
+
+    def _error(self, group: RankGroup, device: torch.device) -> float | None:
+        """Return the largest relative error of all processes; None for a sparse call, one without tokens, and inputs
+        that are not finite, which the backend is not to blame for. An error that is not a number is infinite."""
         # float32: not every device has float64.
         own = torch.zeros(2, device=device) if self._squares is None else self._squares
         squares = [each.tolist() for each in all_gather(group, own)]
         known = [each for each in squares if each[1] > 0 and math.isfinite(each[1])]
-        if not known:
-            # A sparse call, no tokens, or inputs that are not finite: not what the backend rounds.
-            return
-        # An error that is not a number is larger than any.
         errors = [math.sqrt(each[0] / each[1]) if math.isfinite(each[0]) else math.inf for each in known]
-        error, rounding, context = max(errors), self._rounding, self._context
-        if not error <= rounding.bound:
-            raise BackendInaccurateError(self._message(error), [(rounding.backend, f"its error is {error:.2g}")])
-        context.state.of_layer(self._layer, context.step).put(_mark(rounding), True)
-        context.recorder.record_error(
-            self._layer, context.step, backend=rounding.backend, error=error, bound=rounding.bound
-        )
+        return max(errors, default=None)
 
     def _message(self, error: float) -> str:
         layer, (name, bound, _) = self._layer, self._rounding
