@@ -41,7 +41,7 @@ from diffusion_runtime.attention.measured_error import sampled_squares
 from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import CAPTURED, FIRST, NEW_REQUEST, TIMED, ForwardGraphs
-from diffusion_runtime.errors import BackendInaccurateError, ConfigError
+from diffusion_runtime.errors import BackendInaccurateError, BackendUnavailableError, ConfigError
 
 LAYER = LayerInfo(3, 5, name="blocks.3.attn1")
 
@@ -285,3 +285,20 @@ def test_a_generation_reports_it() -> None:
     assert (row.role, row.backend, row.layers, row.steps) == ("self", "fp8_attn", "0-5", "0")
     assert 0.01 < row.error < row.bound == 0.1
     assert str(row) in report.notes
+
+
+@pytest.mark.gpu
+def test_generations_replayed_on_this_gpu_measure_in_their_first_pass() -> None:
+    choice = {"per_role": {"self": "fp8_attn"}}
+    try:
+        pipeline = load_pipeline("shapes", device="cuda", dtype="bfloat16", attention=choice, cuda_graphs="on")
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    for seed in range(2):
+        report = pipeline(GenerationRequest("a red circle", seed=seed, num_inference_steps=6)).attention_report
+        (row,) = report.errors
+        assert (row.role, row.layers, row.steps) == ("self", "0-5", "0")
+        assert 0.01 < row.error < 0.1
+        assert {each.implementation for each in report.rows if each.role == "self"} == {"fp8 cudnn"}
+        assert report.graphs is not None
+        assert report.graphs.num_replayed >= 3
