@@ -157,14 +157,9 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = _opened(self.rules, self.parts, requests)
-            if self._is_apart(batch, settings):
+            if _is_apart(self.rules, batch, settings):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
-
-    def _is_apart(self, batch: Sequence[GenerationRequest], settings: BatchSettings) -> bool:
-        """Return whether the requests of a batch are made one after the other."""
-        is_apart = settings.decides_per_sample or settings.segments.is_apart
-        return len(batch) > 1 and (is_apart or self.rules.leaves_length_open(settings.shared))
 
     def latents(
         self, requests: GenerationRequest | Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
@@ -177,7 +172,7 @@ class Pipeline:
         several = [requests] if isinstance(requests, GenerationRequest) else requests
         with self._one_generation.held():
             batch, settings = _opened(self.rules, self.parts, several)
-            if self._is_apart(batch, settings):
+            if _is_apart(self.rules, batch, settings):
                 raise RequestError("latents: each of these requests has forward passes of its own; call it for each")
             run = self._begun(batch, settings)
             with run.guarded():
@@ -465,6 +460,12 @@ def _opened(
     check(settings)
     parts.memory.make_room(batch)
     return batch, settings
+
+
+def _is_apart(rules: RequestRules, batch: Sequence[GenerationRequest], settings: BatchSettings) -> bool:
+    """Return whether the requests of a batch are made one after the other."""
+    is_apart = settings.decides_per_sample or settings.segments.is_apart
+    return len(batch) > 1 and (is_apart or rules.leaves_length_open(settings.shared))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
