@@ -1,6 +1,6 @@
 """Attention in 8-bit floats (`fp8_attn`) on one GPU: correctness against float64, then calls and steps beside FA4.
 
-    python -m benchmarks.fp8_attention_gpu --output fp8.json [--no-steps] [--no-launches]
+    python -m benchmarks.fp8_attention_gpu --output fp8.json [--no-steps] [--no-launches] [--flashinfer]
     TRITON_INTERPRET=1 python -m benchmarks.fp8_attention_gpu --small --output /tmp/fp8.json
 
 Needs nvidia-cudnn-frontend (pip install 'diffusion-runtime[fp8]') and FlashAttention-4. Calls: Wan 2.1 1.3B at 480p
@@ -9,6 +9,8 @@ included; `replayed` is a call in a CUDA graph, which no host holds up. Rates co
 Steps: Wan 1.3B and 14B at 480p with random weights, with FlashAttention and with fp8_attn, linear layers in bfloat16
 and in 8 bits. A row that fails prints its traceback, and the output is written after each part.
 
+--flashinfer: calls with its kernel too (pip install 'diffusion-runtime[flashinfer]'), which nvcc compiles for 81 s
+first.
 --small: on a CPU, with the eager formula in the kernel's place, to try every line.
 """
 
@@ -33,12 +35,15 @@ from benchmarks.families.step import FamilyStep
 from benchmarks.fused_kernels_gpu import STEPS, TINY_STEPS, Clock, velocity
 from benchmarks.machine import describe_machine
 from benchmarks.quantization_gpu import WAN_14B, build
-from diffusion_runtime.attention import RequestCache, attention
+from diffusion_runtime.attention import AttentionCall, LayerInfo, RequestCache, StepInfo, attention
+from diffusion_runtime.attention.backends.interface import RoundedOptions
 from diffusion_runtime.attention.force import force_attention_backend
+from diffusion_runtime.attention.measured_error import sampled_squares
 from diffusion_runtime.kernels.fp8_attention import reference
 from diffusion_runtime.kernels.fp8_attention.triton import DEFAULT_SHAPE, LaunchShape, prepare
+from diffusion_runtime.parallel.interface import AttentionInputs
 
-NAME = "fp8_attn"
+NAME, FLASHINFER = "fp8_attn", "fp8_attn, flashinfer"
 SHAPES = {"32760 x 12": (32760, 12), "75600 x 40": (75600, 40), "4608 x 24": (4608, 24)}
 SMALL_SHAPES = {"70 x 2": (70, 2)}
 HEAD_DIM = 128
@@ -55,11 +60,15 @@ FORMS = (
 KINDS = ("normal", "offset", "outliers", "both", "sharp")
 # The launches of what gathers, and of what rounds and restores.
 GATHERING = tuple(
-    LaunchShape(programs, rows, warps, stages)
-    for programs, rows, warps, stages in ((32, 16, 4, 4), (64, 16, 4, 1), (64, 16, 4, 2), (64, 32, 8, 3), (64, 8, 2, 4))
+    LaunchShape(*numbers)
+    for numbers in (
+        *((32, 16, 4, 4), (32, 8, 2, 4), (64, 16, 4, 1), (64, 16, 4, 2)),
+        *((64, 32, 8, 3), (64, 8, 2, 4)),
+    )
 )
 ROUNDING = tuple(
-    LaunchShape(rows=rows, tiles=tiles, warps=warps) for rows, tiles, warps in ((64, 1, 4), (64, 8, 4), (128, 4, 8))
+    LaunchShape(rows=rows, tiles=tiles, warps=warps)
+    for rows, tiles, warps in ((64, 1, 4), (64, 8, 4), (64, 16, 4), (128, 4, 8))
 )
 LINEAR_MODES = ("none", "fp8")
 
@@ -122,17 +131,17 @@ def tried(name: str, call: Callable[[], Any]) -> Any:
     return found
 
 
-def check(form: tuple[int, ...], device: str, kind: str) -> dict[str, Any]:
+def check(form: tuple[int, ...], device: str, kind: str, **options: str) -> dict[str, Any]:
     """Errors of the registered backend, and of the eager reference, from float64."""
     q, k, v = draw(form, device, kind)
     rows, exact, exact_lse = exact_rows(q, k, v)
-    out, lse = attention(q, k, v, backend=NAME, return_lse=True)
+    out, lse = attention(q, k, v, backend=NAME, options=options, return_lse=True)
     expected, expected_lse = reference.fp8_attention_reference(q, k, v, scale=q.shape[3] ** -0.5)
     return {
         "error": relative(out[:, rows], exact),
         "lse": float((lse[:, :, rows] - exact_lse).abs().max()),
         "finite": bool(out.isfinite().all()),
-        "without_lse_is_equal": torch.equal(out, attention(q, k, v, backend=NAME)),
+        "without_lse_is_equal": torch.equal(out, attention(q, k, v, backend=NAME, options=options)),
         "reference_error": relative(expected[:, rows], exact),
         "reference_lse": float((expected_lse[:, :, rows] - exact_lse).abs().max()),
     }
@@ -174,9 +183,13 @@ def launches_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, 
     found: dict[str, Any] = {}
     for shape in (DEFAULT_SHAPE, *GATHERING, *ROUNDING):
         made = prepare(q, k, v, scale=HEAD_DIM**-0.5, return_lse=False, shape=shape)
-        made.out8.zero_()
+        out8 = torch.zeros(q.shape, dtype=reference.E4M3, device=q.device)
         made.gather()
-        parts = {"gather": made.gather, "round": made.round_inputs, "restore": made.restore}
+        parts = {
+            "gather": made.gather,
+            "round": made.round_inputs,
+            "restore": lambda made=made, out8=out8: made.restore(out8),
+        }
         names = ("gather",) if shape in GATHERING else ("round", "restore") if shape in ROUNDING else tuple(parts)
         timed = {name: parts[name] for name in names}
         found[str(shape)] = tried(
@@ -186,32 +199,45 @@ def launches_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, 
     return found
 
 
-def time_shape(tokens: int, heads: int, device: str) -> dict[str, Any]:
+def time_shape(tokens: int, heads: int, device: str, flashinfer: bool) -> dict[str, Any]:
     """One shape: FlashAttention-4 before and after, fp8_attn whole, replayed and in parts, and its host's time."""
     q, k, v = draw((1, tokens, tokens, heads, heads, HEAD_DIM), device)
     rows, exact, _ = exact_rows(q, k, v)
     found: dict[str, Any] = {"work": 4 * tokens**2 * heads * HEAD_DIM}
 
-    def timed(name: str) -> dict[str, Any]:
+    def timed(name: str, **options: str) -> dict[str, Any]:
         def call() -> Any:
-            return attention(q, k, v, backend=name)
+            return attention(q, k, v, backend=name, options=options)
 
         row: dict[str, Any] = {"error": relative(call()[:, rows], exact), "ms": milliseconds(call, device)}
-        if tokens < 8000:
+        if tokens < 8000 and not options:
             row["replayed_ms"] = replayed_ms(call, device)
         return row
 
     dense = "fa4" if device == "cuda" else "torch_sdpa"
     for name in (dense, NAME):
         found[name] = tried(name, lambda name=name: timed(name))
+    if flashinfer:
+        found[FLASHINFER] = tried(FLASHINFER, lambda: timed(NAME, kernel="flashinfer"))
     made = prepare(q, k, v, scale=HEAD_DIM**-0.5, return_lse=False)
-    parts = {"gather": made.gather, "round": made.round_inputs, "restore": made.restore}
+    out8 = torch.zeros(q.shape, dtype=reference.E4M3, device=q.device)
+    parts = {"gather": made.gather, "round": made.round_inputs, "restore": lambda: made.restore(out8)}
     if device == "cuda":
         parts["attend"] = made.attend
+    whole = AttentionCall(AttentionInputs(q, k, v, None), RoundedOptions(), LayerInfo(), StepInfo(), RequestCache())
+    out = attention(q, k, v, backend=NAME)
+    # What each layer's first call takes in addition, and what it finds.
+    parts["measure"] = lambda: sampled_squares(whole, out)
+    found["measured_error"] = tried("measured error", lambda: _ratio(sampled_squares(whole, out)))
     found["parts"] = tried("parts", lambda: {part: milliseconds(call, device) for part, call in parts.items()})
     found["again"] = tried("again", lambda: timed(dense))
     found["host_us"] = tried("host us", lambda: host_microseconds(*(x[:, :64].contiguous() for x in (q, k, v))))
     return found
+
+
+def _ratio(squares: torch.Tensor) -> float:
+    difference, exact = squares.tolist()
+    return float((difference / exact) ** 0.5)
 
 
 def host_microseconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float]:
@@ -264,7 +290,7 @@ def print_table(result: dict[str, Any]) -> None:
     for name, of_shape in result["shapes"].items():
         print(f"\n{name} tokens x heads of {HEAD_DIM}; host us {of_shape['host_us']}")
         for key, row in of_shape.items():
-            if not isinstance(row, dict) or key in ("parts", "host_us"):
+            if not isinstance(row, dict) or key in ("parts", "host_us", "measured_error"):
                 continue
             if "failed" in row:
                 print(f"{key:10} {row}")
@@ -298,11 +324,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--no-steps", action="store_true")
     parser.add_argument("--no-launches", action="store_true")
+    parser.add_argument("--flashinfer", action="store_true")
     arguments = parser.parse_args()
     started = time.perf_counter()
     device, sizes = ("cpu", SMALL_SHAPES) if arguments.small else ("cuda", SHAPES)
     result: dict[str, Any] = {
-        "schema": "diffusion_runtime.fp8_attention_gpu/2",
+        "schema": "diffusion_runtime.fp8_attention_gpu/3",
         "machine": describe_machine(device),
         "versions": versions(),
         "shapes": {},
@@ -316,9 +343,16 @@ def main() -> None:
     result["forms"] = {str(form): tried(str(form), lambda form=form: check(form, device, "normal")) for form in forms}
     form = (1, 70, 70, 2, 2, 128) if arguments.small else (1, 4096, 4096, 8, 8, 128)
     result["kinds"] = {kind: tried(kind, lambda kind=kind: check(form, device, kind)) for kind in KINDS}
+    if arguments.flashinfer:
+        result["flashinfer"] = {
+            str(each): tried(str(each), lambda each=each: check(each, device, "normal", kernel="flashinfer"))
+            for each in FORMS
+            # Head size 64 is compiled apart.
+            if each[5] == HEAD_DIM
+        }
     result["replay"] = tried("replay", lambda: check_replay(device))
     for name, size in sizes.items():
-        result["shapes"][name] = tried(name, lambda size=size: time_shape(*size, device))
+        result["shapes"][name] = tried(name, lambda size=size: time_shape(*size, device, arguments.flashinfer))
         write()
     if not arguments.no_steps:
         tiny = dataclasses.replace(TINY_STEPS[0], config={**TINY_STEPS[0].config, "attention_head_dim": 64})
@@ -330,11 +364,14 @@ def main() -> None:
             )
             write()
     if not arguments.no_launches:
-        tokens, heads = next(iter(sizes.values()))
-        inputs = draw((1, tokens, tokens, heads, heads, HEAD_DIM), device)
-        result["launches"] = launches_of(*inputs)
-        del inputs
-        write()
+        result["launches"] = {}
+        # The first and the last size: what is best for long calls need not be for short ones.
+        for name in (next(iter(sizes)), next(reversed(sizes))):
+            tokens, heads = sizes[name]
+            inputs = draw((1, tokens, tokens, heads, heads, HEAD_DIM), device)
+            result["launches"][name] = launches_of(*inputs)
+            del inputs
+            write()
     print_table(result)
     print(f"{time.perf_counter() - started:.0f} s in all")
 

@@ -1,15 +1,15 @@
-"""Quality of one attention backend, or of other weights, on the embedded model, prompt after prompt, resumable.
+"""Quality of one attention backend on the embedded model, prompt after prompt beside exact attention, resumable.
 
-    python -m benchmarks.paired_quality --backend fp8_attn --pairs pairs.jsonl --output quality.json [--num-prompts 512]
-    python -m benchmarks.paired_quality --model shapes-causal --other '{"model": "FOLDER"}' \\
-        --values '{"num_frames": 29}' --pairs pairs.jsonl --output quality.json
-    python -m benchmarks.paired_quality --loads '{"lora": ["shapes-fast"]}' --other '{"lora": ["FILE"]}' \\
-        --values '{"sampler": "flow_match_euler", "sigmas": [1.0, 0.984, 0.952, 0.87], "guidance_scale": 1.0}' ...
+    python -m benchmarks.paired_quality --backend fp8_attn --pairs pairs.jsonl --output quality.json \\
+        [--device cuda] [--kinds one_object] [--num-prompts 512] [--seconds 140] [--options max_error=0.2]
 
-Where backend_quality.py makes all clips of one backend after the other, this makes both clips of a prompt and appends a
-line to --pairs, where it goes on when it is started again; prompts of one and of two objects by turns. --output: what
-the lines so far say: prompt accuracy of both with its 95 % interval, how many clips turned right or wrong, latent
-distance and PSNR. --summarise makes no clips.
+Both clips of a prompt start from the same noise. Prompts are made a batch at a time: both backends denoise it, all
+latents are decoded at once, and all clips are judged at once, on the device. A line per prompt is then appended to
+--pairs, where it goes on when it is started again, and --output is written again: what the lines so far say, so that
+whatever ends the run leaves what was measured. --seconds: begin no batch that would end later, by the time of the one
+before. --kinds: prompts of these kinds by turns; both by default. --output has the prompt accuracy of both backends
+with its 95 % interval, how many clips turned right or wrong with McNemar's p, latent distance and PSNR; who computed
+the calls of a first clip, and its measured error. --summarise makes no clips.
 """
 
 from __future__ import annotations
@@ -18,115 +18,220 @@ import argparse
 import dataclasses
 import json
 import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clip_quality import KINDS, generate_clips, psnr
+import torch
+
+from benchmarks.clip_quality import KINDS
 from benchmarks.machine import describe_machine
-from diffusion_runtime import AttentionConfig, AttentionSpec, load_pipeline
+from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
+from diffusion_runtime.core.hardware import resolve_device
+from diffusion_runtime.core.options import parse_pairs
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
+from diffusion_runtime.profiling.instruments import attention_choices
+from diffusion_runtime.quality.paired_test import mcnemar
+from diffusion_runtime.quality.shapes.checker import Verdict, judge, read_segmentation
+from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt, evaluation_prompts
 from diffusion_runtime.quality.shapes.scoring import wilson
-from diffusion_runtime.quality.worlds import WORLDS
+from diffusion_runtime.quality.shapes.segmentation import segment_frames
 
 EXACT = "torch_sdpa"
-# Sides of --other.
-SHIPPED, OTHER = "shipped", "other"
+PRESET = "draft"
+# A clip's latents are 128 kB and its frames 6 MB of float32; on a CPU a batch saves nothing.
+BATCH_SIZES = {"cuda": 64, "cpu": 2}
+# Frames whose regions are found together: until the slowest of them is done, which a CPU waits for.
+FRAMES_AT_ONCE = {"cuda": 1024, "cpu": 29}
 
 
-def sides(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Arguments of load_pipeline by name: what is compared with, then what is compared."""
-    loads = {"model": arguments.model, "attention": _attention(EXACT), **arguments.loads}
-    if arguments.backend is None:
-        return {SHIPPED: loads, OTHER: {**loads, **arguments.other}}
-    return {EXACT: loads, arguments.backend: {**loads, "attention": _attention(arguments.backend)}}
+@dataclasses.dataclass(frozen=True)
+class NumberedPrompt:
+    """A prompt, its kind and its place among all."""
+
+    index: int
+    kind: str
+    prompt: EvaluationPrompt
 
 
-def _attention(backend: str) -> AttentionConfig:
-    return AttentionConfig(per_role={"self": AttentionSpec(backend, {}), "cross": AttentionSpec(EXACT, {})})
+@dataclasses.dataclass(frozen=True)
+class Clips:
+    """latents: float32 [n, ...]; frames: uint8 [n, frames, height, width, 3]; verdicts: one per clip."""
+
+    latents: torch.Tensor
+    frames: torch.Tensor
+    verdicts: list[Verdict]
 
 
-def make_pairs(arguments: argparse.Namespace, done: set[int]) -> None:
-    tune_cpu_allocator()
-    each = -(-arguments.num_prompts // len(KINDS))
-    world = WORLDS[arguments.world]
-    if (lacks := world.lacks()) is not None:
-        raise SystemExit(f"--world {world.name}: {lacks}")
-    prompts = [prompt for kind in KINDS for prompt in world.evaluation_prompts(kind, each)]
-    pipelines = {
-        name: load_pipeline(device="cpu", dtype="float32", **loads) for name, loads in sides(arguments).items()
-    }
-    first, second = pipelines
-    for index in range(arguments.num_prompts):
-        if index in done:
-            continue
-        prompt = prompts[index % len(KINDS) * each + index // len(KINDS)]
-        exact, rounded = (
-            generate_clips(pipeline, [prompt], arguments.values, preset=arguments.preset, judge=world.judge)
-            for pipeline in pipelines.values()
-        )
-        line = {
-            "index": index,
-            "right": {first: bool(exact.verdicts[0].joint), second: bool(rounded.verdicts[0].joint)},
-            "latent_relative_l2": float((rounded.latents - exact.latents).norm() / exact.latents.norm()),
-            "psnr_db": psnr(rounded.frames, exact.frames),
+def numbered_prompts(kinds: Sequence[str], num_prompts: int) -> list[NumberedPrompt]:
+    """The prompts of a run, of the kinds by turns."""
+    each = -(-num_prompts // len(kinds))
+    of_kind = {kind: evaluation_prompts(kind, each) for kind in kinds}  # type: ignore[arg-type]
+    turns = ((index, kinds[index % len(kinds)]) for index in range(num_prompts))
+    return [NumberedPrompt(index, kind, of_kind[kind][index // len(kinds)]) for index, kind in turns]
+
+
+class PairedRun:
+    """The embedded model, which makes the same prompts with either backend. options: of the one that is judged."""
+
+    def __init__(self, backend: str, options: dict[str, Any], device: torch.device, dtype: str) -> None:
+        self.device = device
+        # A graph holds the kernels of one choice, and batches of so many clips are not launch-bound.
+        pipeline = load_pipeline("shapes", device=str(device), dtype=dtype, cuda_graphs="off")
+        assert isinstance(pipeline, Pipeline)
+        self.pipeline = pipeline
+        self.choices = {
+            name: AttentionConfig(per_role={"self": AttentionSpec(name, given), "cross": AttentionSpec(EXACT, {})})
+            for name, given in {EXACT: {}, backend: options}.items()
         }
-        with arguments.pairs.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+
+    def attention(self, prompt: NumberedPrompt) -> dict[str, Any]:
+        """Who computes the calls of each backend, by a clip that counts for nothing, and the measured error."""
+        found = {}
+        for name, choice in self.choices.items():
+            with attention_choices(self.pipeline, choice):
+                report = self.pipeline(self.request(prompt)).attention_report
+            rows = {row.role: row.implementation for row in report.rows}
+            found[name] = {"computed_by": rows, "errors": [dataclasses.asdict(row) for row in report.errors]}
+        return found
+
+    def request(self, prompt: NumberedPrompt) -> GenerationRequest:
+        given = GenerationRequest(prompt.prompt.text, seed=prompt.prompt.seed)
+        return self.pipeline.resolve(given, preset=PRESET)
+
+    def pairs(self, prompts: Sequence[NumberedPrompt]) -> list[dict[str, Any]]:
+        """A line for each prompt of one batch."""
+        requests = [self.request(prompt) for prompt in prompts]
+        (_, exact), (backend, rounded) = ((name, self.clips(name, prompts, requests)) for name in self.choices)
+        distance = (rounded.latents - exact.latents).flatten(1).norm(dim=1) / exact.latents.flatten(1).norm(dim=1)
+        error = (rounded.frames.float() - exact.frames.float()).square().flatten(1).mean(dim=1)
+        # Equal clips count as 100 dB.
+        decibels = torch.where(error > 0, 10 * torch.log10(255.0**2 / error.clamp(min=1e-9)), 100.0)
+        columns = zip(prompts, exact.verdicts, rounded.verdicts, distance.tolist(), decibels.tolist(), strict=True)
+        return [
+            {
+                "index": prompt.index,
+                "kind": prompt.kind,
+                "right": {EXACT: bool(one.joint), backend: bool(other.joint)},
+                "latent_relative_l2": apart,
+                "psnr_db": psnr,
+            }
+            for prompt, one, other, apart, psnr in columns
+        ]
+
+    @torch.inference_mode()
+    def clips(self, name: str, prompts: Sequence[NumberedPrompt], requests: Sequence[GenerationRequest]) -> Clips:
+        """Clips of one backend, decoded and judged together."""
+        with attention_choices(self.pipeline, self.choices[name]):
+            latents = self.pipeline.latents(requests)
+        frames = (self.pipeline.decoder.decode(latents) * 255.0).round_().to(torch.uint8)
+        num_frames = frames.shape[1]
+        segmented = segment_frames(frames.flatten(0, 1), FRAMES_AT_ONCE[self.device.type])
+        own = (segmented.clip(slice(start, start + num_frames)) for start in range(0, len(segmented.areas), num_frames))
+        verdicts = [
+            judge(prompt.prompt.attributes, read_segmentation(clip)) for prompt, clip in zip(prompts, own, strict=True)
+        ]
+        return Clips(latents, frames, verdicts)
 
 
-def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def batches(prompts: Sequence[NumberedPrompt], size: int, deadline: float) -> Iterator[Sequence[NumberedPrompt]]:
+    """Yield batches until the next one would end after `deadline`, by the time that the one before took."""
+    took = 0.0
+    for first in range(0, len(prompts), size):
+        started = time.perf_counter()
+        if started + took > deadline:
+            print(f"the time is over: {len(prompts) - first} prompts are left", flush=True)
+            return
+        yield prompts[first : first + size]
+        took = time.perf_counter() - started
+
+
+def summary(lines: Sequence[dict[str, Any]], backend: str, kinds: Iterable[str]) -> dict[str, Any]:
     """What the lines say of all prompts and of each kind."""
-    first, second = lines[0]["right"]
 
-    def part(of_kind: list[dict[str, Any]]) -> dict[str, Any]:
-        right = {
-            name: dataclasses.asdict(wilson(sum(line["right"][name] for line in of_kind), len(of_kind)))
-            for name in (first, second)
-        }
+    def part(of_kind: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        exact, rounded = ([bool(line["right"][name]) for line in of_kind] for name in (EXACT, backend))
+        test = mcnemar(exact, rounded)
         return {
             "num_prompts": len(of_kind),
-            "joint": right,
-            "turned_wrong": sum(line["right"][first] and not line["right"][second] for line in of_kind),
-            "turned_right": sum(line["right"][second] and not line["right"][first] for line in of_kind),
+            "joint": {
+                name: dataclasses.asdict(wilson(sum(right), len(right)))
+                for name, right in ((EXACT, exact), (backend, rounded))
+            },
+            "turned_wrong": test.only_first,
+            "turned_right": test.only_second,
+            "p": test.p,
             "latent_relative_l2": statistics.mean(line["latent_relative_l2"] for line in of_kind),
             "psnr_db": statistics.mean(line["psnr_db"] for line in of_kind),
         }
 
-    kinds = {kind: [line for line in lines if KINDS[line["index"] % len(KINDS)] == kind] for kind in KINDS}
-    return {"all": part(lines), **{kind: part(of_kind) for kind, of_kind in kinds.items()}}
+    of_kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in kinds}
+    return {"all": part(lines), **{kind: part(of_kind) for kind, of_kind in of_kinds.items() if of_kind}}
+
+
+def read_lines(pairs: Path) -> list[dict[str, Any]]:
+    """The lines so far; one that an end has cut off is none."""
+    if not pairs.exists():
+        return []
+    *whole, rest = pairs.read_text().split("\n")
+    if rest:
+        pairs.write_text("".join(f"{line}\n" for line in whole))
+    return [json.loads(line) for line in whole]
+
+
+def write_whole(path: Path, document: dict[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    partial.replace(path)
 
 
 def main() -> None:
+    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    compared = parser.add_mutually_exclusive_group(required=True)
-    compared.add_argument("--backend")
-    compared.add_argument("--other", type=json.loads, help="arguments of load_pipeline, JSON")
-    parser.add_argument("--model", default="shapes")
-    parser.add_argument("--world", choices=tuple(WORLDS), default="shapes", help="what the model was trained on")
-    parser.add_argument("--loads", type=json.loads, default={}, help="arguments of load_pipeline for both, JSON")
-    parser.add_argument("--preset", default="draft")
-    parser.add_argument("--values", type=json.loads, default={}, help="request fields, JSON")
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--options", type=parse_pairs, default={}, help="of the backend: key=value,...")
     parser.add_argument("--pairs", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", help="bfloat16 on a GPU, float32 on a CPU unless given")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--num-prompts", type=int, default=512)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--summarise", action="store_true")
     arguments = parser.parse_args()
+    device = resolve_device(arguments.device)
+    dtype = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    document: dict[str, Any] = {"schema": "diffusion_runtime.paired_quality/2", "machine": describe_machine(device)}
+    document |= {"backend": arguments.backend, "options": arguments.options, "preset": PRESET, "dtype": dtype}
+    lines = read_lines(arguments.pairs)
+
+    def write() -> None:
+        document["seconds"] = round(time.perf_counter() - started, 1)
+        write_whole(arguments.output, {**document, **summary(lines, arguments.backend, arguments.kinds)})
+
     if not arguments.summarise:
-        held = arguments.pairs.read_text().splitlines() if arguments.pairs.exists() else []
-        make_pairs(arguments, {json.loads(line)["index"] for line in held})
-    lines = [json.loads(line) for line in arguments.pairs.read_text().splitlines()]
-    about = {
-        "schema": "diffusion_runtime.paired_quality/1",
-        "machine": describe_machine("cpu"),
-        "model": arguments.model,
-        "backend": arguments.backend,
-        "other": arguments.other,
-        "preset": arguments.preset,
-        "values": arguments.values,
-    }
-    document = {**about, **summary(lines)}
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document["all"], indent=1))
+        tune_cpu_allocator()
+        done = {line["index"] for line in lines}
+        prompts = numbered_prompts(arguments.kinds, arguments.num_prompts)
+        run = PairedRun(arguments.backend, arguments.options, device, dtype)
+        document["attention"] = run.attention(prompts[0])
+        document["seconds_before"] = round(time.perf_counter() - started, 1)
+        print(json.dumps(document["attention"], indent=1), f"({document['seconds_before']} s)", flush=True)
+        left = [prompt for prompt in prompts if prompt.index not in done]
+        size = arguments.batch_size or BATCH_SIZES.get(device.type, 1)
+        for batch in batches(left, size, started + arguments.seconds):
+            found = run.pairs(batch)
+            with arguments.pairs.open("a") as file:
+                file.write("".join(f"{json.dumps(line)}\n" for line in found))
+            lines += found
+            write()
+            print(f"{len(lines)} prompts ({document['seconds']} s)", flush=True)
+    if not lines:
+        raise SystemExit("no prompt was made: give it more --seconds")
+    write()
+    print(json.dumps(summary(lines, arguments.backend, arguments.kinds)["all"], indent=1))
 
 
 if __name__ == "__main__":

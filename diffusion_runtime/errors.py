@@ -6,6 +6,7 @@
     │   └── RequestError                             a prompt, size, step count or seed that cannot be generated
     │       └── ForbiddenAddressError                an address that nothing is fetched from
     ├── BackendUnavailableError           3  caller  an explicit attention choice that cannot run here
+    │   └── BackendInaccurateError                   a rounded one whose error on the model's own numbers is too large
     ├── DeviceMemoryError                 4          the device ran out of memory
     ├── BatchFailedError                  5          some items of a batch failed, the others are on disk
     ├── PipelineBusyError                 1          a second generation on a pipeline that is generating
@@ -82,6 +83,11 @@ class BackendUnavailableError(DiffusionRuntimeError):
     def __init__(self, message: str, reasons: Iterable[tuple[str, str]] = ()) -> None:
         super().__init__(message)
         self.reasons = tuple(reasons)
+
+
+class BackendInaccurateError(BackendUnavailableError):
+    """A rounded attention backend whose error on a model's own q, k and v is above the bound that it declares; the
+    message has both, and the option that accepts it."""
 
 
 class DeviceMemoryError(DiffusionRuntimeError):

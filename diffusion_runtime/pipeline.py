@@ -15,7 +15,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.progress import Cancellations, OnProgress, Progress, StageClock
 from diffusion_runtime.decoders.interface import LatentDecoder
-from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.errors import ConfigError, RequestError
 from diffusion_runtime.generation.batch_run import BatchRun
 from diffusion_runtime.generation.chunk_decoding import DecodingThread
 from diffusion_runtime.generation.chunked_denoiser import ChunkedDenoiser
@@ -157,23 +157,29 @@ class Pipeline:
         """
         with self._one_generation.held():
             batch, settings = _opened(self.rules, self.parts, requests)
-            is_apart = settings.decides_per_sample or settings.segments.is_apart
-            if len(batch) > 1 and (is_apart or self.rules.leaves_length_open(settings.shared)):
+            if _is_apart(self.rules, batch, settings):
                 return _generate_apart(self._generate, batch, self.rules.sampling, on_progress, open_sink)
             return self._generate(batch, settings, on_progress, open_sink)
 
-    def latents(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> torch.Tensor:
-        """Denoise one request without decoding it. Return clean latents, float32 [1, *sample_shape].
+    def latents(
+        self, requests: GenerationRequest | Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+    ) -> torch.Tensor:
+        """Denoise one request, or a batch at once, without decoding. Return clean latents, float32 [batch,
+        *sample_shape].
 
-        Raises what `generate` raises.
+        Raises what `generate` raises, and RequestError for a batch that it would make one request after the other.
         """
+        several = [requests] if isinstance(requests, GenerationRequest) else requests
         with self._one_generation.held():
-            run = self._begun(*_opened(self.rules, self.parts, [request]))
+            batch, settings = _opened(self.rules, self.parts, several)
+            if _is_apart(self.rules, batch, settings):
+                raise RequestError("latents: each of these requests has forward passes of its own; call it for each")
+            run = self._begun(batch, settings)
             with run.guarded():
                 clock = StageClock(self.device, on_progress)
                 run, read = run.with_known_length(clock)
                 if run.settings.segments.is_apart:
-                    clip = SegmentedClip(run, run.read_prompts(clock), self.decoder.for_request(request), clock)
+                    clip = SegmentedClip(run, run.read_prompts(clock), self.decoder.for_request(batch[0]), clock)
                     # Each segment is decoded for the one behind it.
                     for _ in clip.stream().chunks:
                         pass
@@ -457,6 +463,12 @@ def _opened(
     check(settings)
     parts.memory.make_room(batch)
     return batch, settings
+
+
+def _is_apart(rules: RequestRules, batch: Sequence[GenerationRequest], settings: BatchSettings) -> bool:
+    """Return whether the requests of a batch are made one after the other."""
+    is_apart = settings.decides_per_sample or settings.segments.is_apart
+    return len(batch) > 1 and (is_apart or rules.leaves_length_open(settings.shared))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

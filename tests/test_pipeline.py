@@ -257,6 +257,8 @@ def test_a_batch_equals_single_runs(pipeline: Pipeline, guidance_mode: str) -> N
         assert numpy.abs(item.frames.astype(int) - alone.frames).max() <= 1
         assert item.recipe == alone.recipe
     assert numpy.abs(together[0].frames.astype(int) - together[2].frames).max() > 4
+    latents = pipeline.latents(requests)
+    torch.testing.assert_close(latents, torch.cat([pipeline.latents(each) for each in requests]), rtol=1e-3, atol=1e-3)
 
 
 def test_the_same_request_gives_the_same_bytes(pipeline: Pipeline) -> None:

@@ -18,6 +18,7 @@ from diffusion_runtime.attention.backends.registry import find_backend, num_chan
 from diffusion_runtime.attention.backends.requirements import dtype_name, features_used
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.force import ForcedChoice, current_force
+from diffusion_runtime.attention.measured_error import Rounding, rounding_of
 from diffusion_runtime.attention.policy import AttentionPolicy, HeldRules
 from diffusion_runtime.attention.select import Decision, Resolved, resolve_decision, select
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
@@ -43,12 +44,14 @@ class LayerShape:
 @dataclass(frozen=True)
 class ResolvedCall:
     """A decision, and the exchange that suits its backend. shared: how processes share the sequence, empty for one
-    process; needs_lse: whether parts are merged by the log-sum-exp, of a ring or with further keys."""
+    process; needs_lse: whether parts are merged by the log-sum-exp, of a ring or with further keys; rounding: the error
+    that it may have by design, None for none."""
 
     resolved: Resolved
     exchange: Exchange
     shared: str
     needs_lse: bool
+    rounding: Rounding | None
 
 
 class _DecisionKey(NamedTuple):
@@ -251,7 +254,8 @@ class LayerDecisions:
             resolved = self._resolve(key)
             exchange = self._exchange_for(resolved.backend)
             needs_lse = exchange.needs_lse or self._shape.merges
-            served = known[key] = ResolvedCall(resolved, exchange, exchange.describe(), needs_lse)
+            rounding = rounding_of(resolved, dtype_name(dtype), self.policy.hardware_of(device))
+            served = known[key] = ResolvedCall(resolved, exchange, exchange.describe(), needs_lse, rounding)
         return served
 
     def _resolve(self, key: _DecisionKey) -> Resolved:

@@ -31,6 +31,7 @@ from diffusion_runtime.attention.backends.stored import StoredKeysReader, attend
 from diffusion_runtime.attention.cached_calls import plan_of, with_cached_keys, with_prefix, write_to_cache
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layer_decisions import LayerDecisions, LayerShape, ResolvedCall
+from diffusion_runtime.attention.measured_error import ErrorSample
 from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention, refusal_of_recording
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.recorded_values import CallValues, operator_values
@@ -171,10 +172,14 @@ class AttentionLayer(nn.Module, ABC):
         is_guided: bool = False,
     ) -> torch.Tensor:
         """Attend by the backend that serves the call, over all processes that share the sequence, and count the call.
-        is_guided: whether it is of normalized attention guidance."""
+        is_guided: whether it is of normalized attention guidance. Raises BackendInaccurateError for a rounded backend
+        whose error on these inputs is too large."""
         served = self.decisions.served(inputs.q, context, gate=inputs.gate, mask=inputs.mask, block_mask=block_mask)
+        sample = ErrorSample.due(served.rounding, self.layer, context, inputs.q)
         if not served.shared:
-            result = self._run(inputs, context, served, block_mask)
+            result = self._run(inputs, context, served, sample, block_mask)
+            if sample is not None:
+                sample.check(self.policy.mesh.forward, inputs.q.device)
             kept_here = [Kept(result.plan)]
             self._count(context, served, result.implementation, kept_here, result.keys, is_guided=is_guided)
             return result.out
@@ -184,12 +189,14 @@ class AttentionLayer(nn.Module, ABC):
         kept: list[Kept] = []
 
         def run(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-            result = self._run(inputs, context, served)
+            result = self._run(inputs, context, served, sample)
             names.append((result.implementation, result.keys))
             kept.append(Kept(result.plan))
             return result.out, result.lse
 
         out = served.exchange.attend(inputs, run)
+        if sample is not None:
+            sample.check(self.policy.mesh.forward, inputs.q.device)
         implementation, keys = names[0] if names else ("no tokens on this process", "")
         self._count(context, served, implementation, kept, keys, is_guided=is_guided)
         return out
@@ -326,9 +333,11 @@ class AttentionLayer(nn.Module, ABC):
         inputs: AttentionInputs,
         context: AttentionContext,
         served: ResolvedCall,
+        sample: ErrorSample | None = None,
         block_mask: BlockMask | None = None,
     ) -> AttentionResult:
-        """Compute this process's share of one call, or a part of it."""
+        """Compute this process's share of one call, or a part of it. sample: what measures its error, if it is to be
+        measured."""
         backend, dense = served.resolved.backend, served.resolved.dense
         copied, parts = "", None
         if self.cached_keys and context.cache is not None:
@@ -363,6 +372,8 @@ class AttentionLayer(nn.Module, ABC):
             result = attend_parts(backend, call, parts, functools.partial(run_backend, backend))
         else:
             result = run_backend(backend, call)
+            if sample is not None:
+                sample.add(call, result.out, result.implementation, is_sparse=result.plan is not None)
         return result._replace(keys=copied) if copied else result
 
     def _count(

@@ -32,6 +32,7 @@ from diffusion_runtime.attention.backends.requirements import call_features, req
 from diffusion_runtime.attention.backends.torch_sdpa import TorchSdpaBackend
 from diffusion_runtime.attention.machine_cache import Choice, MeasuredCache, machine_facts
 from diffusion_runtime.attention.select import platform_candidates
+from diffusion_runtime.core.device_guard import must_not_wait
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 
 _logger = logging.getLogger("diffusion_runtime.attention")
@@ -181,7 +182,7 @@ def _pick_anew(call: AttentionCall) -> tuple[_Pick, bool]:
         return _Pick(names[choice.backend], "measured"), True
     if not call.options.measure:
         return _Pick(able[0], "not measured"), True
-    if _must_not_measure(call):
+    if must_not_wait(call.q):
         return _Pick(able[0], "not measured"), False
     times = time_candidates(call, able)
     if not times:
@@ -194,8 +195,3 @@ def _pick_anew(call: AttentionCall) -> tuple[_Pick, bool]:
     _logger.info("measured attention for %s: %s", kind, times_text)
     # Of two processes that measured at once, the first decided.
     return _Pick(names.get(choice.backend, names[fastest]), "measured"), True
-
-
-def _must_not_measure(call: AttentionCall) -> bool:
-    """While a CUDA graph is captured nothing may wait for the device; tensors without data take no time."""
-    return call.q.is_meta or (call.q.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -23,6 +23,7 @@ from diffusion_runtime.attention.cache.reference import ReferenceFrames
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layer_decisions import ResolvedCall
 from diffusion_runtime.attention.layers import LocalAttention, UlyssesAttention
+from diffusion_runtime.attention.measured_error import ErrorSample
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.step_info import LayerInfo
 from diffusion_runtime.core.token_layout import RASTER, TokenLayout
@@ -68,9 +69,10 @@ class ReferenceFrameAttention(UlyssesAttention):
         inputs: AttentionInputs,
         context: AttentionContext,
         served: ResolvedCall,
+        sample: ErrorSample | None = None,
         block_mask: BlockMask | None = None,
     ) -> AttentionResult:
-        result = super()._run(inputs, context, served, block_mask)
+        result = super()._run(inputs, context, served, sample, block_mask)
         reference = context.reference
         if reference is None:
             return result
@@ -96,7 +98,10 @@ class ReferenceFrameAttention(UlyssesAttention):
         context = context.with_layout(None)
         served = self.frames.decisions.served(q, context)
         call = AttentionInputs(q, k, v, first_head=inputs.first_head, num_heads_total=inputs.num_heads_total)
-        result = self.frames._run(call, context, served)
+        sample = ErrorSample.due(served.rounding, self.frames.layer, context, q)
+        result = self.frames._run(call, context, served, sample)
+        if sample is not None:
+            sample.check(self.policy.mesh.forward, q.device)
         kept = [Kept(result.plan)]
         self.frames._count(context, served, result.implementation, kept, result.keys)
         assert result.lse is not None, "a backend that was chosen for its log-sum-exp returned none"

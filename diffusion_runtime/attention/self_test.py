@@ -19,6 +19,7 @@ from diffusion_runtime.attention.backends.interface import AttentionCall, Attent
 from diffusion_runtime.attention.backends.registry import find_backend
 from diffusion_runtime.attention.catalogue import usual_head_sizes
 from diffusion_runtime.attention.context import RequestCache
+from diffusion_runtime.attention.measured_error import ROUNDING_BOUNDS
 from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.attention.self_test_cases import BATCH, CASES, NUM_HEADS, SelfTestCase, case_with_keys
 from diffusion_runtime.attention.sparse.interface import SparseBackend
@@ -31,10 +32,6 @@ from diffusion_runtime.startup.importing import raised_line
 
 # Past the steps and layers that sparse methods keep dense at first.
 _LAYER, _STEP = LayerInfo(1, 8), StepInfo(20, 50)
-
-# What a kernel may lose that rounds weights and result to the inputs' dtype and sums in float32: four times or more
-# what good kernels lose. A factor of 1.1 on the scale is an error of 0.1.
-_ROUNDING_BOUNDS = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -323,7 +320,7 @@ def _judge(
 
 
 def _bound(test: SelfTest, by_design: float | None) -> float:
-    return max(_ROUNDING_BOUNDS[test.dtype], by_design or 0.0)
+    return max(ROUNDING_BOUNDS[test.dtype], by_design or 0.0)
 
 
 def _requirements(test: SelfTest, hardware: Hardware) -> AttentionRequirements:

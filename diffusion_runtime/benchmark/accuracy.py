@@ -6,14 +6,13 @@ from __future__ import annotations
 import torch
 
 from diffusion_runtime.attention.backends.interface import Backend
+from diffusion_runtime.attention.backends.requirements import dtype_name
+from diffusion_runtime.attention.measured_error import allowed_error
 from diffusion_runtime.attention.self_test import attention_by_definition
 from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.core.token_layout import TokenLayout
 
 _NUM_QUERIES = 64
-# The error of a kernel that rounds weights and result to the inputs' dtype and sums in float32: several times that of
-# good kernels, and far below that of a wrong scale or a missing key.
-_ROUNDING_BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 class ExactRows:
@@ -57,4 +56,4 @@ def error_bound(backend: Backend, dtype: torch.dtype, hardware: Hardware) -> flo
     design."""
     if backend.error_bound is None and not backend.lossless:
         return None
-    return max(_ROUNDING_BOUNDS[dtype], backend.error_bound_on(hardware) or 0.0)
+    return allowed_error(backend, dtype_name(dtype), hardware)

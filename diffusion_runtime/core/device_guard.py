@@ -34,6 +34,12 @@ def device_guard(device: torch.device) -> Iterator[None]:
         yield
 
 
+def must_not_wait(x: torch.Tensor) -> bool:
+    """Return True while a CUDA graph is captured, when nothing may wait for the device, and for a tensor without
+    numbers."""
+    return x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 # By type of device.
 _autocast: dict[str, bool] = {}
 

@@ -100,7 +100,7 @@ class ModuleAttention:
         except ConfigError as error:
             raise ConfigError(f"{self.found.path} (role {self.found.layer.role}): {error}") from error
         except BackendUnavailableError as error:
-            raise BackendUnavailableError(f"{self.found.path}: {error}", error.reasons) from error
+            raise type(error)(f"{self.found.path}: {error}", error.reasons) from error
         return out.transpose(1, 2)
 
     def _check(self, call: AttentionModuleCall, now: ForwardPass) -> None:

@@ -126,5 +126,8 @@ class InspectablePipeline(GenerationPipeline, Protocol):
     ) -> GeneratedMedia:
         """Go on with a request from what its denoising has left, as Pipeline.finish does."""
 
-    def latents(self, request: GenerationRequest, *, on_progress: OnProgress | None = None) -> torch.Tensor:
-        """Return the clean latents of a request, float32 [1, *sample_shape], without decoding them."""
+    def latents(
+        self, requests: GenerationRequest | Sequence[GenerationRequest], *, on_progress: OnProgress | None = None
+    ) -> torch.Tensor:
+        """Return the clean latents of a request, or of a batch that is denoised at once, float32 [batch,
+        *sample_shape], without decoding them."""

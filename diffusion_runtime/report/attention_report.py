@@ -106,6 +106,29 @@ class StepRow:
 
 
 @dataclass(frozen=True)
+class ErrorRow:
+    """The measured error of a rounded backend on the model's own q, k and v (attention/measured_error.py).
+
+    error: relative, of the layer's first call where it was largest; bound: what was allowed; layer: which layer that
+    was. layers, steps: all that were measured, as inclusive ranges.
+    """
+
+    role: str
+    backend: str
+    error: float
+    bound: float
+    layer: int
+    layers: str
+    steps: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.role}: the error of {self.backend} is {self.error:.2g} at most, {self.bound:g} allowed: measured "
+            f"on this model's q, k and v, layers {self.layers} (the largest in layer {self.layer}), steps {self.steps}"
+        )
+
+
+@dataclass(frozen=True)
 class ProductRow:
     """Products of linear layers with quantised weights. implementation: how they were computed; count: how many."""
 
@@ -181,7 +204,8 @@ class AttentionReport:
     where every step is computed by request. products: of quantised linear layers; empty where there are none. graphs,
     decoder_graphs: None where CUDA graphs were not to be used. Calls and products of a replayed forward pass count as
     those of any. cache: of a video that was made chunk by chunk, None for one made at once. density, plan: where they
-    were to be counted (`profiling.instruments.counted_density`); plan is None where every call was dense."""
+    were to be counted (`profiling.instruments.counted_density`); plan is None where every call was dense. errors: of
+    rounded backends, which notes repeat."""
 
     rows: tuple[ReportRow, ...] = ()
     libraries: tuple[LibraryAttention, ...] = ()
@@ -193,6 +217,7 @@ class AttentionReport:
     cache: CacheRow | None = None
     density: tuple[LayerDensity, ...] = ()
     plan: PlanPicture | None = None
+    errors: tuple[ErrorRow, ...] = ()
 
     @property
     def num_calls(self) -> int:
@@ -206,6 +231,7 @@ class AttentionReport:
             "libraries": [asdict(library) for library in self.libraries],
             "steps": [{**asdict(row), "reused_by": list(row.reused_by)} for row in self.steps],
             "products": [asdict(row) for row in self.products],
+            "errors": [asdict(row) for row in self.errors],
             "graphs": None if self.graphs is None else asdict(self.graphs),
             "decoder_graphs": None if self.decoder_graphs is None else asdict(self.decoder_graphs),
             "cache": None if self.cache is None else asdict(self.cache),
@@ -254,6 +280,15 @@ class _StepTally:
         self.largest_error: float | None = None
 
 
+class _ErrorTally:
+    """The errors of one row while they are being collected."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self.by_layer: dict[int, float] = {}
+        self.steps: set[int] = set()
+
+
 @dataclass
 class CallTape:
     """Records of a captured forward pass, which each of its replays counts. calls: a layer, and the other arguments of
@@ -275,6 +310,7 @@ class AttentionRecorder:
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
         self._products: dict[str, int] = {}
+        self._errors: dict[tuple[str, str], _ErrorTally] = {}
         self._graphs: GraphReplays | None = None
         self._decoder_graphs: GraphReplays | None = None
         self._tape: CallTape | None = None
@@ -369,6 +405,12 @@ class AttentionRecorder:
             return
         self._products[implementation] = self._products.get(implementation, 0) + 1
 
+    def record_error(self, layer: LayerInfo, step: StepInfo, *, backend: str, error: float, bound: float) -> None:
+        """Record the measured error of a rounded backend in one call. It is of these inputs, so no replay counts it."""
+        tally = self._errors.setdefault((layer.role, backend), _ErrorTally(bound))
+        tally.by_layer[layer.index] = max(error, tally.by_layer.get(layer.index, 0.0))
+        tally.steps.add(step.index)
+
     def record_graphs(self, graphs: GraphReplays) -> None:
         """Say what of the transformer was replayed from CUDA graphs."""
         self._graphs = graphs
@@ -425,11 +467,12 @@ class AttentionRecorder:
             )
             for (branch, expert), tally in sorted(self._steps.items(), key=lambda item: item[0][::-1])
         ]
+        errors = tuple(_error_row(role, backend, tally) for (role, backend), tally in self._errors.items())
         products = tuple(ProductRow(implementation, count) for implementation, count in self._products.items())
         return AttentionReport(
             rows=tuple(rows),
             libraries=tuple(self._libraries),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *map(str, errors)),
             steps=tuple(steps),
             products=products,
             graphs=self._graphs,
@@ -437,7 +480,13 @@ class AttentionRecorder:
             cache=self._cache,
             density=() if self._density is None else self._density.layers(),
             plan=None if self._density is None else self._density.picture,
+            errors=errors,
         )
+
+
+def _error_row(role: str, backend: str, tally: _ErrorTally) -> ErrorRow:
+    layer, error = max(tally.by_layer.items(), key=lambda item: item[1])
+    return ErrorRow(role, backend, error, tally.bound, layer, index_ranges(tally.by_layer), index_ranges(tally.steps))
 
 
 def index_ranges(numbers: Iterable[int]) -> str:

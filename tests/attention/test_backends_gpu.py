@@ -444,3 +444,24 @@ def test_flash_attention_4_cuts_the_keys_of_queries_that_would_leave_multiproces
         torch.testing.assert_close(found.lse[:, :, -600:], expected_lse.float(), rtol=0, atol=1e-3)
     assert list(errors) == ["flash-attn-4 split-KV", "flash-attn-4"]
     assert errors["flash-attn-4 split-KV"] <= 1.3 * errors["flash-attn-4"], errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="FlashInfer has it for sm_90"
+)
+@pytest.mark.parametrize("form", [(1, 1000, 777, 4, 4, 128), (2, 512, 77, 6, 2, 128), (1, 1, 500, 2, 2, 64)], ids=str)
+def test_flashinfers_kernel_in_8_bits(form: tuple[int, ...]) -> None:
+    """Compiled by nvcc at the first call of a head size, for a minute and more."""
+    pytest.importorskip("flashinfer")
+    batch, num_q, num_k, heads, kv_heads, head_dim = form
+    shapes = ((num_q, heads), (num_k, kv_heads), (num_k, kv_heads))
+    q, k, v = (torch.randn(batch, *shape, head_dim, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    exact, exact_lse = reference_attention(q.double(), k.double(), v.double())
+    for scale in (1.0, -1.0):
+        signed, options = scale * head_dim**-0.5, {"kernel": "flashinfer"}
+        given = {"backend": "fp8_attn", "options": options, "scale": signed}
+        out, lse = attention(scale * q, k, v, return_lse=True, **given)
+        assert float((out - exact).norm() / exact.norm()) < 0.08
+        assert float((lse - exact_lse).abs().max()) < 0.2
+        assert torch.equal(out, attention(scale * q, k, v, **given))

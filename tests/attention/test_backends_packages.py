@@ -19,6 +19,7 @@ import pytest
 import torch
 from attention_calls import attention_call
 from exact_attention import LAYOUTS, assert_is_exact, exact, visible_by
+from machines import cuda
 from tables import table
 
 from diffusion_runtime.attention import AttentionCall, LayerInfo, StepInfo
@@ -29,6 +30,7 @@ from diffusion_runtime.attention.backends import (
     fa3,
     fa4,
     flashinfer_attn,
+    fp8_attn,
     sage_attn,
     sage_attn_3,
     xformers,
@@ -46,6 +48,7 @@ from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits, VideoPlans
 from diffusion_runtime.core.hardware import Hardware, detect_hardware
 from diffusion_runtime.core.token_layout import CachedLayout, TokenLayout
+from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.startup.importing import import_failure
 
 # A package, with its version where versions differ -> our backend, what that imports, and the stand-in.
@@ -415,3 +418,21 @@ def test_what_computes_a_call_that_a_chip_may_split_is_not_known_before() -> Non
         shapes = (1, 4680, 12, 128), (1, num_keys, 12, 128)
         form = CallForm(hardware, torch.bfloat16, *shapes, None, None, LayerInfo(), StepInfo(), causal=causal)
         assert fa4_backend.expected_implementation(form) == expected
+
+
+def test_flashinfers_kernel_in_8_bits_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the weights, by the layer's check of its options; and a CUDA graph takes it nowhere."""
+    backend, options = fp8_attn.Fp8Backend(), fp8_attn.Fp8Options(kernel="flashinfer")
+    on_blackwell, without_nvcc = cuda((10, 0), "flashinfer-python"), cuda((9, 0), "flashinfer-python", programs=())
+    for machine, why in (
+        (on_blackwell, "for sm_90 alone, this is cuda sm_100"),
+        (cuda((9, 0)), "'flashinfer-python' is not installed"),
+        (without_nvcc, "compiles its kernels with nvcc, which is not here"),
+        (cuda((9, 0), "flashinfer-python"), "flashinfer"),
+    ):
+        monkeypatch.setattr(fp8_attn, "detect_hardware", lambda machine=machine: machine)
+        with pytest.raises(ConfigError, match=f"kernel=flashinfer: .*{why}.*; leave kernel out"):
+            backend.check(options, LayerInfo(), 4, None)
+        backend.check(fp8_attn.Fp8Options(), LayerInfo(), 4, None)
+    assert backend.replay_refusal(options) == "kernel=flashinfer was never captured"
+    assert backend.replay_refusal(fp8_attn.Fp8Options()) is None

@@ -362,7 +362,7 @@ def test_measuring_holds_no_tensor_and_changes_none(qkv: Inputs) -> None:
 
 def test_a_graph_that_is_captured_is_not_disturbed(qkv: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     register_backend(Sluggish)
-    monkeypatch.setattr(measured, "_must_not_measure", lambda call: True)
+    monkeypatch.setattr(measured, "must_not_wait", lambda x: True)
     assert ran(qkv) == "torch_sdpa: flash (not measured)"
     assert (Sluggish.calls, files()) == (0, [])
     # A later call, which may be measured, is.

@@ -43,7 +43,7 @@ ATTENTION_ROWS = [
     {"token_order", "never_sparse", "unread_gates", "reference_frames"},
     {"layers", "sparse"},
     {"cached_calls", "layer_decisions"},
-    {"policy"},
+    {"policy", "measured_error"},
     {"select"},
     {"force"},
     {"config"},

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.fp8_attention import reference
 from diffusion_runtime.kernels.fp8_attention.api import fp8_attention
 from diffusion_runtime.kernels.fp8_attention.cudnn_graph import GraphForm, described_graph
-from diffusion_runtime.kernels.fp8_attention.triton import LaunchShape, prepare
+from diffusion_runtime.kernels.fp8_attention.triton import LaunchShape, fp8_attention_triton, prepare
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -145,9 +149,8 @@ def compare(
         assert halved.float().mean() < 0.05, name
         assert error(found[~halved], wanted[~halved].double()) < 0.03, name
     out8, lse = reference.attend(inputs, scale)
-    made.out8.copy_(out8)
     made.lse.copy_(lse)
-    made.restore()
+    made.restore(out8)
     restored = reference.restore(out8, inputs, dtype)
     torch.testing.assert_close(made.out, restored, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
     of_means = scale * (q.float() * expected.k_mean.repeat_interleave(heads[0] // heads[1], 1)[:, None]).sum(-1)
@@ -157,6 +160,60 @@ def compare(
     without.round_inputs()
     assert without.lse is None
     assert torch.equal(without.inputs().q.float(), inputs.q.float())
+
+
+def compare_flashinfer(scale: float) -> None:
+    """The passes around a function with the package's signature and layouts give the reference's result, but for the
+    rounding of the output to 8 bits."""
+    called = []
+
+    def single_prefill_with_kv_cache(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor,
+        o_dtype: torch.dtype,
+        sm_scale: float,
+        backend: str,
+        return_lse: bool,
+    ) -> Any:
+        """[seq, heads, head_dim] of one sample; the maximum is of what is not scaled yet, as in its kernel."""
+        called.append((q.dtype, backend, return_lse))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(q.shape[1] // k.shape[1], 1))
+        factor = scale_q[:, None, None] * sm_scale
+        highest = scores.amax(-1, keepdim=True)
+        weights = torch.exp((scores - highest) * factor)
+        assert weights.max() <= 1, "it would be more than e4m3 holds"
+        total = weights.sum(-1, keepdim=True)
+        values = v.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        out = torch.einsum("hqk,khd->qhd", reference.rounded(weights * 448).float() / total / 448, values).to(o_dtype)
+        lse = (highest * factor + total.log())[..., 0].T / math.log(2)
+        return (out, lse.contiguous()) if return_lse else out
+
+    module = types.ModuleType("flashinfer")
+    module.single_prefill_with_kv_cache = single_prefill_with_kv_cache  # type: ignore[attr-defined]
+    sys.modules["flashinfer"] = module
+    several = [draw(40, 70, 64, 4, 2), [x.flip(1) for x in draw(40, 70, 64, 4, 2)]]
+    q, k, v = (torch.cat(pair) for pair in zip(*several, strict=True))
+    made = prepare(q, k, v, scale=scale, return_lse=True, kernel="flashinfer")
+    made.gather()
+    made.round_inputs()
+    attended = made.attend()
+    expected, expected_lse = reference.attend(made.inputs(), scale)
+    assert attended.dtype == torch.bfloat16
+    assert 0.01 < error(expected.float(), attended.double()) < 0.04, "the rounding of the output to 8 bits"
+    assert made.lse is not None
+    torch.testing.assert_close(made.lse, expected_lse, rtol=1e-4, atol=1e-4)
+    made.restore(attended)
+    torch.testing.assert_close(made.out, reference.restore(attended, made.inputs(), q.dtype))
+    out, lse = fp8_attention_triton(q, k, v, scale=scale, return_lse=True, kernel="flashinfer")
+    assert lse is not None
+    assert torch.equal(out, made.out)
+    assert torch.equal(lse, made.lse)
+    without, none = fp8_attention_triton(q, k, v, scale=scale, return_lse=False, kernel="flashinfer")
+    assert none is None
+    assert torch.equal(without, out)
+    assert called == [(torch.float8_e4m3fn, "fa3", returned) for returned in [True] * 4 + [False] * 2]
 
 
 # Tokens that fill no tile, fewer than one tile, grouped queries, several tiles per program.
@@ -175,4 +232,6 @@ def test_kernels_under_the_interpreter() -> None:
 if __name__ == "__main__":
     for case in CASES:
         compare(*case)
+    for scale in (0.125, -0.125):
+        compare_flashinfer(scale)
     print("ok")

@@ -42,6 +42,21 @@ class NoOptions:
     """The options of a backend that has none."""
 
 
+@dataclass(frozen=True)
+class RoundedOptions:
+    """The options of a backend that declares an error bound.
+
+    max_error: the relative error on a model's own q, k and v up to which a generation goes on; None is the backend's
+    bound. One with further options subclasses it.
+    """
+
+    max_error: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_error is not None and not self.max_error > 0:
+            raise ValueError(f"max_error: expected a number above 0, got {self.max_error}")
+
+
 class DenseAttention(NamedTuple):
     """The backend for the dense calls of one that chooses among keys. options: an instance of its options_type; reason:
     why it was chosen, empty for the platform's default."""
@@ -196,7 +211,8 @@ class Backend(ABC):
     lossless: computes the exact softmax up to rounding; False where precision or pairs are given up by design.
     error_bound: the relative error in the Frobenius norm that precision given up by design may cost on normally
     distributed inputs, on the machine where it costs most; None where rounding alone errs, or pairs are given up and
-    the rest is exact.
+    the rest is exact. A generation compares it with the error on the model's own (attention/measured_error.py), and
+    goes on beyond it with the option max_error alone (RoundedOptions).
     lse_error_bound: the largest error of the log-sum-exp, where it is more than error_bound: of few keys it is that of
     single scores.
     self_test_options: options under which a small self-test exercises it, where its defaults would not.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from diffusion_runtime.attention.backends.capability import AttentionRequirements
-from diffusion_runtime.attention.backends.interface import AttentionCall, Availability, Backend, NoOptions
+from diffusion_runtime.attention.backends.interface import AttentionCall, Availability, Backend
 from diffusion_runtime.attention.context import RequestCache
 from diffusion_runtime.core.device_guard import device_guard
 from diffusion_runtime.core.hardware import Hardware
@@ -153,7 +153,11 @@ def _failure(backend: Backend, device: torch.device, dtype: str, head_dim: int) 
         with torch.device("cpu"), torch.no_grad(), device_guard(device):
             q = torch.zeros(1, _SEQ, 1, head_dim, dtype=getattr(torch, dtype), device=device)
             call = AttentionCall(
-                AttentionInputs(q, q.clone(), q.clone()), NoOptions(), LayerInfo(), StepInfo(), RequestCache()
+                AttentionInputs(q, q.clone(), q.clone()),
+                backend.options_type(),
+                LayerInfo(),
+                StepInfo(),
+                RequestCache(),
             )
             # What a kernel that was built for another chip raises may come where its result is waited for.
             backend.run(call).out.cpu()

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes, KeyCounts, NarrowedCapability
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    CallForm,
+    RoundedOptions,
+)
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -90,6 +96,7 @@ class SageBackend(PackageBackend):
     name = "sage_attn"
     summary = "SageAttention, int8 scores"
     lossless = False
+    options_type = RoundedOptions
     error_bound = _FP8_BOUND
     distribution = "sageattention"
     module = "sageattention"

@@ -10,7 +10,13 @@ import torch
 
 from diffusion_runtime.attention.backends.calling import run_elsewhere
 from diffusion_runtime.attention.backends.capability import Capability, HeadSizes
-from diffusion_runtime.attention.backends.interface import AttentionCall, AttentionResult, Availability, CallForm
+from diffusion_runtime.attention.backends.interface import (
+    AttentionCall,
+    AttentionResult,
+    Availability,
+    CallForm,
+    RoundedOptions,
+)
 from diffusion_runtime.attention.backends.key_ranges import attend_by_ranges
 from diffusion_runtime.attention.backends.packages import PackageBackend
 from diffusion_runtime.attention.backends.registry import register_backend
@@ -36,6 +42,7 @@ class Sage3Backend(PackageBackend):
     name = "sage_attn_3"
     summary = "SageAttention 3, FP4 on Blackwell"
     lossless = False
+    options_type = RoundedOptions
     # Four bits: what its paper leaves on normally distributed inputs, with a margin.
     error_bound = 0.3
     distribution = "sageattn3"

@@ -1,1 +1,2 @@
-"""Attention whose inputs, weights and output are 8-bit floats: api, eager reference, Triton around cuDNN's kernel."""
+"""Attention whose inputs and weights are 8-bit floats: api, eager reference, Triton around cuDNN's or FlashInfer's
+kernel."""

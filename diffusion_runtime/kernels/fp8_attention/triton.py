@@ -1,19 +1,23 @@
-"""Attention in 8-bit floats on a GPU: Triton quantises in four launches, cuDNN attends, Triton restores the output."""
+"""Attention in 8-bit floats on a GPU: Triton quantises in four launches, cuDNN or FlashInfer attends, Triton restores
+the output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from diffusion_runtime.kernels.block_packing import rows_contiguous
+from diffusion_runtime.kernels.fp8_attention import flashinfer_kernel
 from diffusion_runtime.kernels.fp8_attention.cudnn_graph import GraphForm, run_graph
 from diffusion_runtime.kernels.fp8_attention.reference import E4M3, QuantizedInputs
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
 HEAD_SIZES = (64, 128)
+# What attends.
+Kernel: TypeAlias = Literal["cudnn", "flashinfer"]
 # Floats of a launch's tensors begin at multiples of 16 bytes.
 _FLOATS_PER_UNIT = 4
 
@@ -39,31 +43,29 @@ DEFAULT_SHAPE = LaunchShape()
 @dataclass(frozen=True)
 class Prepared:
     """The steps of one call, which may be called again: gather and round_inputs write what `inputs` returns, attend
-    out8 and lse, restore out."""
+    lse, and restore what attend has returned into out."""
 
-    out8: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor | None
     inputs: Callable[[], QuantizedInputs]
     gather: Callable[[], None]
     round_inputs: Callable[[], None]
-    attend: Callable[[], None]
-    restore: Callable[[], None]
+    attend: Callable[[], torch.Tensor]
+    restore: Callable[[torch.Tensor], None]
 
 
 def fp8_attention_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, return_lse: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, return_lse: bool, kernel: Kernel = "cudnn"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Implement fp8_attention_reference on a GPU, with lse if requested."""
-    if q.shape[1] == 1:
-        # cuDNN has no kernel for one query on sm_90.
+    if q.shape[1] == 1 and kernel == "cudnn":
+        # It has no kernel for one query on sm_90.
         out, lse = fp8_attention_triton(q.expand(-1, 2, -1, -1), k, v, scale=scale, return_lse=return_lse)
         return out[:, :1], None if lse is None else lse[..., :1]
-    prepared = prepare(q, k, v, scale=scale, return_lse=return_lse)
+    prepared = prepare(q, k, v, scale=scale, return_lse=return_lse, kernel=kernel)
     prepared.gather()
     prepared.round_inputs()
-    prepared.attend()
-    prepared.restore()
+    prepared.restore(prepared.attend())
     return prepared.out, prepared.lse
 
 
@@ -77,6 +79,7 @@ def prepare(
     *,
     scale: float,
     return_lse: bool,
+    kernel: Kernel = "cudnn",
     shape: LaunchShape = DEFAULT_SHAPE,
 ) -> Prepared:
     """Everything that comes before the launches; arguments as in fp8_attention_triton. Long, because launches name all
@@ -94,7 +97,7 @@ def prepare(
     sizes = [_rounded_up(size, _FLOATS_PER_UNIT) for size in (*needed, rows * num_q if return_lse else 0)]
     floats = torch.split_with_sizes(torch.empty(sum(sizes), device=device), sizes)
     partial, partial_norms, means, v_scales, norms, scales, biases = floats
-    q8, k8, v8, out8 = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (q, k, v, q))
+    q8, k8, v8 = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (q, k, v))
     lse = torch.empty(batch, num_heads, num_q, device=device) if return_lse else None
     out = torch.empty(q.shape, dtype=q.dtype, device=device)
     form = GraphForm(q.get_device(), batch, num_q, num_k, num_heads, num_kv_heads, head_dim, scale, return_lse)
@@ -164,17 +167,21 @@ def prepare(
             ),
         )
 
-    def attend() -> None:
+    def attend() -> torch.Tensor:
+        if kernel == "flashinfer":
+            return flashinfer_kernel.attend(q8, k8, v8, scales[:1], scale, lse)
+        out8 = torch.empty(q.shape, dtype=E4M3, device=device)
         run_graph(form, q8, k8, v8, scales, out8, lse)
+        return out8
 
-    def restore() -> None:
+    def restore(attended: torch.Tensor) -> None:
         _restore.run(
-            key,
-            (out8, v_scales, means, out),
+            (key, attended.dtype),
+            (attended, v_scales, means, out),
             lambda: Launch(
                 _kernels().restore_output,
                 (-(-num_q // shape.rows), rows, 1),
-                (num_q, num_heads, kv_rows, *_strides(out8), *_strides(out)),
+                (num_q, num_heads, kv_rows, *_strides(attended), *_strides(out)),
                 {"D": head_dim, "ROWS": shape.rows, "REPEATS": repeats},
                 shape.warps,
             ),
@@ -188,7 +195,7 @@ def prepare(
             q8, k8, v8, scales[:1], k_mean, v_mean, v_scales[:of_means].view(batch, num_kv_heads, head_dim)
         )
 
-    return Prepared(out8, out, lse, inputs, gather, round_inputs, attend, restore)
+    return Prepared(out, lse, inputs, gather, round_inputs, attend, restore)
 
 
 def _kernels() -> Any:

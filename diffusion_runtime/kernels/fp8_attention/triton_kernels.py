@@ -258,7 +258,7 @@ def quantize_keys_and_values(
 
 @triton.jit
 def restore_output(
-    out8,
+    attended,
     v_scales,
     means,
     out,
@@ -275,14 +275,14 @@ def restore_output(
     ROWS: tl.constexpr,
     REPEATS: tl.constexpr,
 ):
-    """out = out8 * v_scales + the values' mean, the second of means. Grid: (blocks of tokens, B * H)."""
+    """out = attended * v_scales + the values' mean, the second of means. Grid: (blocks of tokens, B * H)."""
     head = tl.program_id(1)
     b = (head // num_heads).to(tl.int64)
     h = head % num_heads
     kv_head = head // num_heads * (num_heads // REPEATS) + h // REPEATS
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, D)
-    x = _rows_of(out8, b, h, rows, num_tokens, in_b, in_n, in_h, D)
+    x = _rows_of(attended, b, h, rows, num_tokens, in_b, in_n, in_h, D)
     v_mean = tl.load(means + (num_kv_rows + kv_head) * D + dims)
     x = x * tl.load(v_scales + kv_head * D + dims)[None, :] + v_mean[None, :]
     target = out + b * out_b + h.to(tl.int64) * out_h + rows.to(tl.int64)[:, None] * out_n + dims[None, :]
