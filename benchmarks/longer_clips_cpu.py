@@ -7,9 +7,9 @@ Correctness first: windows as long as the clip, and RIFLEx for a clip within the
 
 A clip is judged in pieces of the trained length, one behind the other. *object*: as many objects as asked for, of their
 colour and shape, before the background asked for. The motion of one that moves is no part of it: in 29 frames it
-crosses the picture, so that no clip of 113 can go on with it. *largest difference*: of neighbouring frames, the mean in levels
-of 255, which a clip that jumps has more of than one of the trained length. Another prompt from the middle on is judged
-in the first piece and in the last.
+crosses the picture, so that no clip of 113 can go on with it. *largest difference*: of neighbouring frames, the mean in
+levels of 255, which a clip that jumps has more of than one of the trained length. Another prompt from the middle on is
+judged in the first piece and in the last.
 
 Frames that were looked at are written with --frames FOLDER, a row for each variant. One thread for each of --processes;
 about 60 s of a core for each prompt.
