@@ -2,9 +2,9 @@
 
 A size that was measured has its own figure. Between measured sizes a sum is fitted, no term of it negative: for
 denoising, so much for each forward pass, each token in it and, from three sizes on, each pair of a token and a key; for
-decoding and writing, a constant, a linear and a quadratic term in pixels. What the first generation of a process takes
-more was measured once per size: a constant and a linear term through all sizes. Nothing is said beyond the measured
-sizes, or of other settings.
+decoding the same of latent frames and their pixels; for writing, a constant, a linear and a quadratic term in pixels.
+What the first generation of a process takes more was measured once per size: a constant and a linear term through all
+sizes. Nothing is said beyond the measured sizes, or of other settings.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from diffusion_runtime.explanation.stage_times import (
 from diffusion_runtime.generation.interface import GenerationRules
 from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.request_rules import RequestRules
 
 _LEAST_SHOWN = 0.001
 
@@ -113,10 +114,15 @@ def expected_time(
         """Add what the first generation takes more."""
         return value if value is None or not is_first else value + _first_extra(rows, stage, pixels)
 
-    def warm(stage: str, of: Sequence[Measured] = rows) -> float | None:
-        return fitted(
-            [Point(powers(row.num_pixels), row.warm[stage]) for row in of if stage in row.warm], powers(pixels)
-        )
+    def warm(stage: str, of: Sequence[Measured], terms_of: Callable[[tuple[int, int, int]], Terms]) -> float | None:
+        return fitted([Point(terms_of(row.size), row.warm[stage]) for row in of if stage in row.warm], terms_of(size))
+
+    def of_frames(size: tuple[int, int, int]) -> Terms:
+        """A decoder goes from latent frame to latent frame: so much for each, for its pixels, and for their square."""
+        frames, height, width = size
+        factor = rules.sampling.geometry.temporal_factor if isinstance(rules, RequestRules) else 1
+        num_latents = max(1, (frames - 1) // factor + 1)
+        return float(num_latents), float(num_latents * height * width), float(num_latents * (height * width) ** 2)
 
     seconds: dict[str, float | None] = {}
     texts = [value for row in rows if (value := (row.cold if is_first else row.warm).get(TEXT)) is not None]
@@ -128,8 +134,9 @@ def expected_time(
     once = first(DENOISE, passes_time(beside, once_work, size))
     per_step = None if in_steps is None else in_steps / (request.num_inference_steps or 1)
     seconds[DENOISE] = None if per_step is None or once is None else num_steps * per_step + once
-    seconds[DECODE] = first(DECODE, warm(DECODE))
-    seconds[WRITE] = first(WRITE, warm(WRITE, [row for row in rows if row.file_format == file_format]))
+    seconds[DECODE] = first(DECODE, warm(DECODE, rows, of_frames))
+    of_format = [row for row in rows if row.file_format == file_format]
+    seconds[WRITE] = first(WRITE, warm(WRITE, of_format, lambda size: powers(math.prod(size))))
     known = {name: value for name, value in seconds.items() if value is not None}
     # The text encoder is left out of random weights; what is to be measured is the model itself then.
     return ExpectedTime(
@@ -167,16 +174,19 @@ def planned_times(
     ]
 
 
+Terms = tuple[float, ...]
+
+
 class Point(NamedTuple):
     """A measured value. terms: what it grows with, of which it is a sum with unknown factors. scale: of its error;
     None for the value itself."""
 
-    terms: tuple[float, ...]
+    terms: Terms
     value: float
     scale: float | None = None
 
 
-def powers(size: float) -> tuple[float, ...]:
+def powers(size: float) -> Terms:
     """Return the terms of a quadratic curve at a size."""
     return 1.0, float(size), float(size) ** 2
 
@@ -196,12 +206,13 @@ def passes_time(
 
 def fitted(points: Sequence[Point], at: Sequence[float]) -> float | None:
     """Return the value at some terms: the median of those that were measured there, else of `sum_at`; None where a term
-    is beyond the measured ones. Of fewer different points than terms, as many of the first terms count."""
+    behind the first is beyond the measured ones. Of fewer different points than terms, as many of the first count."""
     there = [point.value for point in points if tuple(point.terms) == tuple(at)]
     if there:
         return statistics.median(there)
     measured = sorted({tuple(point.terms) for point in points})
-    if not measured or not all(min(each) <= one <= max(each) for *each, one in zip(*measured, at, strict=True)):
+    around = [(min(each), max(each)) for each in zip(*measured, strict=True)]
+    if not measured or not all(least <= one <= most for one, (least, most) in zip(at[1:], around[1:], strict=True)):
         return None
     return sum_at(points, at[: len(measured)])
 
