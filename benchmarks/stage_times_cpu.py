@@ -2,19 +2,22 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.stage_times_cpu --output benchmarks/results/stage_times_cpu.json
 
-Each model is measured at three sizes with few steps, as `bench generate` does, and then makes clips at four sizes with
-more steps, two of them between the measured ones. Every generation is the first of a process of its own, as a command's
-is, and its times are compared with what was expected of it before. All of it is repeated, with nothing kept in between;
-per size and stage the median of the errors counts.
+Each model is measured at three sizes with few steps, as `bench generate` does, and makes clips at four sizes or more
+with more steps, some of them between the measured ones. Every generation is the first of a process of its own, as a
+command's is. Measuring and making take turns, so that a machine that becomes slower or faster does so for both; what
+was expected of a clip is asked when all sizes of a round were measured. All of it is repeated, with nothing kept in
+between; per size and stage the median of the errors counts.
 
-By default the clock counts the CPU time of the process in place of wall time (--clock wall), with one thread: other
-work on the machine changes it little. The program that encodes an mp4 is a process of its own, and `write` is then
-without it. Exit code 1 for an error above 15 %.
+By default the clock counts the CPU time of the process in place of wall time (--clock wall), with one thread: waiting
+for a core is no part of it, but a neighbour on the same core still is, by half of it and more in single runs. The
+program that encodes an mp4 is a process of its own, and `write` is then without it. Exit code 1 for an error above
+15 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,6 +38,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.cache_folder import ENVIRONMENT_VARIABLE
 from diffusion_runtime.explanation.expected_time import expected_time
 from diffusion_runtime.explanation.stage_times import DECODE, DENOISE
+from diffusion_runtime.generation.interface import GenerationPipeline
 from diffusion_runtime.loading import load_pipeline
 from diffusion_runtime.media.file_writer import FileWriter
 from diffusion_runtime.request.generation_request import GenerationRequest
@@ -63,11 +67,11 @@ class Model:
 CLIPS, MADE = ((5, 64, 64), (9, 96, 96), (13, 144, 144)), ((5, 64, 64), (5, 96, 96), (9, 128, 128), (13, 144, 144))
 MODELS = (
     Model("shapes", CLIPS, MADE, 12),
-    # Between clips of equal length alone.
+    # Of three chunks, and of more.
     Model(
         "shapes-causal",
-        ((9, 64, 64), (9, 96, 96), (9, 144, 144)),
-        ((9, 64, 64), (9, 80, 80), (9, 128, 128), (9, 144, 144)),
+        ((9, 64, 64), (21, 96, 96), (9, 144, 144)),
+        ((9, 64, 64), (9, 80, 80), (9, 128, 128), (9, 144, 144), (13, 96, 96), (17, 80, 80)),
         4,
     ),
     Model(
@@ -116,10 +120,13 @@ def main() -> int:
         for _ in range(arguments.repeats):
             with tempfile.TemporaryDirectory() as cache:
                 os.environ[ENVIRONMENT_VARIABLE] = cache
-                for size in model.measured:
-                    in_new_process(measure, model, size, arguments.clock)
+                took: dict[Size, dict[str, float]] = {}
+                for measured, made in itertools.zip_longest(model.measured, model.made):
+                    if measured is not None:
+                        in_new_process(measure, model, measured, arguments.clock)
+                    took[made] = in_new_process(make, model, made, arguments.clock)
                 for size in model.made:
-                    runs[size].append(in_new_process(make, model, size, arguments.clock))
+                    runs[size].append({**in_new_process(expect, model, size, arguments.clock), "took": took[size]})
         rows += [compare(model, size, runs[size]) for size in model.made]
         print("\n".join(map(shown, rows[-len(model.made) :])), file=sys.stderr)
     worst = max(row["largest_error"] for row in rows)
@@ -145,8 +152,8 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--clock", choices=("process", "wall"), default="process")
     parser.add_argument("--models", nargs="*", choices=[model.name for model in MODELS])
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -164,29 +171,47 @@ def measure(model: Model, size: Size, clock: str) -> None:
     benchmark_generation(GenerationChoice(config_of(model), values, None, 2, False, model.changes))
 
 
-def make(model: Model, size: Size, clock: str) -> dict[str, Any]:
-    """The seconds that are expected of a generation by stage, and those that it takes."""
+def expect(model: Model, size: Size, clock: str) -> dict[str, Any]:
+    """Return the seconds that are expected of a generation by stage, and what they rest on."""
     use_clock(clock)
+    pipeline, request = loaded(model, size)
+    expected = expected_time(pipeline.recipe, pipeline.rules, request, file_format(size))
+    return {"expected": dict(expected.seconds), "basis": expected.basis}
+
+
+def make(model: Model, size: Size, clock: str) -> dict[str, float]:
+    """Return the seconds that a generation takes by stage."""
+    use_clock(clock)
+    pipeline, request = loaded(model, size)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"made.{file_format(size)}"
+        with FileWriter(path) as writer:
+            # As the command runs it: with its progress.
+            media = pipeline(request, on_progress=lambda _: None, open_sink=writer.open)
+            begin = time.perf_counter()
+            media.save(path, writer=writer)
+            return {**media.timings, "write": time.perf_counter() - begin}
+
+
+def loaded(model: Model, size: Size) -> tuple[GenerationPipeline, GenerationRequest]:
+    """Return a model and the resolved request of a clip."""
+    pipeline: GenerationPipeline
     if model.changes is None:
         pipeline = load_pipeline(config_of(model))
     else:
         pipeline = random_pipeline(model.name, config_of(model), lambda _: None, model.changes)
     values = {**request_values(size), "num_inference_steps": model.num_steps}
-    request = pipeline.resolve(GenerationRequest("a blue star moving up", **values))
-    name = "png" if size[0] == 1 else "mp4"
-    expected = expected_time(pipeline.recipe, pipeline.rules, request, name)
-    with tempfile.TemporaryDirectory() as folder, FileWriter(Path(folder) / f"made.{name}") as writer:
-        # As the command runs it: with its progress.
-        media = pipeline(request, on_progress=lambda _: None, open_sink=writer.open)
-        begin = time.perf_counter()
-        media.save(Path(folder) / f"made.{name}", writer=writer)
-        took = {**media.timings, "write": time.perf_counter() - begin}
-    return {"expected": dict(expected.seconds), "took": took, "basis": expected.basis}
+    return pipeline, pipeline.resolve(GenerationRequest("a blue star moving up", **values))
+
+
+def file_format(size: Size) -> str:
+    """Return the format of what is made."""
+    return "png" if size[0] == 1 else "mp4"
 
 
 def use_clock(clock: str) -> None:
     """Let every stage of this process be timed by CPU time in place of wall time."""
-    if clock == "cpu":
+    if clock == "process":
         time.perf_counter = time.process_time
 
 

@@ -160,8 +160,8 @@ class AttentionLayer(nn.Module, ABC):
         def attend(inputs: AttentionInputs, *, is_guided: bool) -> torch.Tensor:
             return self._attended(inputs, context, block_mask, is_guided=is_guided)
 
-        group = self.policy.mesh.tensor
-        return context.guidance.around(attend, inputs, has_prefix=context.prefix is not None, group=group)
+        group, guidance = self.policy.mesh.tensor, context.guidance.of_role(self.layer.role)
+        return guidance.around(attend, inputs, has_prefix=context.prefix is not None, group=group)
 
     def _attended(
         self,
@@ -323,7 +323,7 @@ class AttentionLayer(nn.Module, ABC):
         copies = torch.empty(num_copies, *q.shape, dtype=q.dtype, device=q.device)
         joined = () if context.prefix is None else context.prefix.joined(self.layer.index, k, v, 0, 0)
         # Of guidance: queries and results of both texts, and what they are combined in.
-        pairs = () if context.guidance is None else context.guidance.allocated(q, k)
+        pairs = () if context.guidance is None else context.guidance.of_role(self.layer.role).allocated(q, k)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         del sums, copies, joined, pairs
         return out

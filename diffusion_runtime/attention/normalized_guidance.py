@@ -11,17 +11,38 @@ A forward pass has the texts of all samples first and the negative texts after t
 keys (cross-attention) its tokens are there once, and each query attends to both texts. In a model whose text is part of
 the sequence (joint attention) the tokens are there twice, one sample with each text: both get the same Z, so that they
 stay the same, and each text goes on as it would alone.
+
+scale, tau and alpha may differ by attention role, such as those of a model that makes pictures and sound: one number
+for all, or pairs of a role and a number. A role comes before its category, and that before DEFAULT_ROLE.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 
+from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.parallel.collectives import RankGroup, sum_in_place
 from diffusion_runtime.parallel.interface import AttentionInputs
+
+# In place of a role: of all that are not named. Scale 1 is none, and the others are those of the authors, for
+# transformers.
+DEFAULT_ROLE = "default"
+SCALE, TAU, ALPHA = 1.0, 2.5, 0.25
+
+# One number for all roles, or one by role.
+ByRole = float | tuple[tuple[str, float], ...]
+
+
+def value_of_role(value: ByRole, role: str, otherwise: float) -> float:
+    """Return the number of a role. otherwise: where neither it nor its category nor DEFAULT_ROLE is named."""
+    if not isinstance(value, tuple):
+        return value
+    named = dict(value)
+    return next((named[key] for key in (role, role_category(role), DEFAULT_ROLE) if key in named), otherwise)
 
 
 class Attend(Protocol):
@@ -32,7 +53,23 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class NormalizedGuidance:
-    """The guidance of a forward pass with num_samples samples. scale, tau, alpha: as above."""
+    """The guidance of a forward pass with num_samples samples. scale, tau, alpha: as above, of all roles or by role."""
+
+    scale: ByRole
+    tau: ByRole
+    alpha: ByRole
+    num_samples: int
+
+    @lru_cache(maxsize=64)  # noqa: B019 - of values, a few in a process
+    def of_role(self, role: str) -> RoleGuidance:
+        """Return the guidance of the attention layers of a role."""
+        numbers = ((self.scale, SCALE), (self.tau, TAU), (self.alpha, ALPHA))
+        return RoleGuidance(*(value_of_role(value, role, otherwise) for value, otherwise in numbers), self.num_samples)
+
+
+@dataclass(frozen=True)
+class RoleGuidance:
+    """NormalizedGuidance of the layers of one role. With a scale of 1 it is Z+, and no call counts as guided."""
 
     scale: float
     tau: float
@@ -53,11 +90,11 @@ class NormalizedGuidance:
             return attend(inputs, is_guided=False)
         if len(q) == self.num_samples:
             twice = inputs._replace(q=torch.cat([q, q]), gate=None if gate is None else torch.cat([gate, gate]))
-            positive, negative = attend(twice, is_guided=True).chunk(2)
+            positive, negative = attend(twice, is_guided=self.scale > 1).chunk(2)
             return self.combine(positive, negative, group)
         if layout is None or not layout.num_grid_tokens or not (has_prefix or layout.num_prompt_tokens):
             return attend(inputs, is_guided=False)
-        out = attend(inputs, is_guided=True)
+        out = attend(inputs, is_guided=self.scale > 1)
         # Every row but those of the texts.
         end = out.shape[1] - (layout.num_suffix_tokens - layout.num_given_tokens)
         positive, negative = out[:, layout.num_prefix_tokens : end].chunk(2)
@@ -69,6 +106,8 @@ class NormalizedGuidance:
     def combine(self, positive: torch.Tensor, negative: torch.Tensor, group: RankGroup | None = None) -> torch.Tensor:
         """Return Z of Z+ and Z-, [batch, seq, heads, head_dim] each, in their dtype; computed in float32, float64 for
         float64. group: of processes that hold a part of the heads each."""
+        if self.scale == 1:
+            return positive
         wide = torch.promote_types(positive.dtype, torch.float32)
         guided = positive.to(wide, copy=True).mul_(self.scale).sub_(negative, alpha=self.scale - 1)
         norms = torch.stack([_norm(guided, wide), _norm(positive, wide)])

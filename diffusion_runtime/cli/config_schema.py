@@ -32,6 +32,7 @@ from diffusion_runtime.request.fields import (
     MAX_REFERENCES,
     MAX_SCALE,
     Blocks,
+    ByRole,
     Count,
     ImageFile,
     Levels,
@@ -52,6 +53,7 @@ from diffusion_runtime.request.prompt_switches import MAX_SWITCHES, TIME, Prompt
 
 _SEEDS = r"^\s*[0-9]{1,19}(-[0-9]{1,19})?\s*(,\s*[0-9]{1,19}(-[0-9]{1,19})?\s*)*$"
 _NUMBERS = rf"^\s*{NUMBER}\s*(,\s*{NUMBER}\s*)*$"
+_BY_ROLE = rf"\s*[^=,]+={NUMBER}"
 _NAME = {"type": "string", "minLength": 1}
 
 
@@ -185,6 +187,12 @@ def _checked(check: object) -> Schema:
         scale = {"type": "number", "minimum": 0, "maximum": MAX_SCALE}
         several = {"type": "array", "items": scale, "minItems": 1}
         return {"anyOf": [scale, several, {"type": "string", "pattern": _NUMBERS}]}
+    if isinstance(check, ByRole):
+        number = {"type": "number", "minimum": check.number.minimum, "maximum": check.number.maximum}
+        pair = {"type": "array", "items": [{"type": "string"}, number], "minItems": 2, "maxItems": 2}
+        mapping = {"type": "object", "additionalProperties": number, "minProperties": 1}
+        text = {"type": "string", "pattern": rf"^\s*({NUMBER}|{_BY_ROLE}(,{_BY_ROLE})*)\s*$"}
+        return {"anyOf": [number, {"type": "array", "items": pair, "minItems": 1}, mapping, text]}
     if isinstance(check, OneOf):
         return {"enum": list(check.names)}
     if isinstance(check, MethodText):

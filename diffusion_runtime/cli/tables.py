@@ -20,7 +20,19 @@ _MIN_LAST_COLUMN = 24
 # A report from an untrusted file may be of any length.
 _MAX_ROWS = 200
 MAX_CELL_CHARACTERS = 500
-_ROW_FIELDS = ("role", "backend", "implementation", "layers", "steps", "source", "reason", "phase", "keys", "kind")
+_ROW_FIELDS = (
+    "role",
+    "backend",
+    "implementation",
+    "layers",
+    "steps",
+    "source",
+    "reason",
+    "phase",
+    "keys",
+    "kind",
+    "is_guided",
+)
 
 
 @dataclass(frozen=True)
@@ -161,7 +173,7 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
             counts[key] = counts.get(key, 0) + (count if isinstance(count := row.get("count"), int) else 0)
     table = _empty_table("Attention that ran")
     # Of videos that were made chunk by chunk.
-    has_phases, has_keys = (any(key[place] for key in counts) for place in (-3, -2))
+    has_phases, has_keys = (any(key[place] for key in counts) for place in (-4, -3))
     # Read in place, or copied before.
     more = [*(["phase"] if has_phases else []), *(["cached keys"] if has_keys else [])]
     for column in ("role", *more, "backend", "calls"):
@@ -169,13 +181,13 @@ def attention_table(reports: Sequence[Mapping[str, Any]]) -> Table:
     # Lists of layers and steps, names of kernels and reasons may be long: these share the width that is left.
     for column in ("layers", "steps", "computed by, and why"):
         table.add_column(column, overflow="fold")
-    for (role, backend, implementation, layers, steps, source, reason, phase, keys, kind), count in islice(
+    for (role, backend, implementation, layers, steps, source, reason, phase, keys, kind, is_guided), count in islice(
         counts.items(), _MAX_ROWS
     ):
         # Where a list is wrapped, its numbers stay whole.
         lists = (numbers.replace(",", ", ") for numbers in (layers, steps))
         values = [*([phase] if has_phases else []), *([keys] if has_keys else [])]
-        role = f"{role}, {kind}" if kind else role
+        role = ", ".join(filter(None, (role, kind, "guided" if is_guided else "")))
         table.add_row(
             *map(_cell, (role, *values, backend, count, *lists)), _cell(f"{implementation}\n{source}: {reason}")
         )

@@ -1,18 +1,21 @@
 """Expected time: seconds per stage of a generation, from figures that `bench generate` measured on this machine.
 
-A size that was measured has its own figure. Between measured sizes a curve is fitted: a constant, a linear and, from
-three sizes on, a quadratic term, none of them negative, in tokens for denoising and in pixels for decoding and writing.
-Nothing is said beyond the measured sizes, or of other settings.
+A size that was measured has its own figure. Between measured sizes a sum is fitted, no term of it negative: for
+denoising, so much for each forward pass, each token in it and, from three sizes on, each pair of a token and a key; for
+decoding the same of latent frames and their pixels; for writing, a constant, a linear and a quadratic term in pixels.
+What the first generation of a process takes more was measured once per size: a constant and a linear term through all
+sizes. Nothing is said beyond the measured sizes, or of other settings.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -24,16 +27,17 @@ from diffusion_runtime.explanation.stage_times import (
     WRITE,
     Measured,
     StageTimes,
+    Work,
     how_of,
-    num_tokens_of,
     options_of,
     size_of,
+    works_of,
 )
 from diffusion_runtime.generation.interface import GenerationRules
 from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.request_rules import RequestRules
 
-_LINEAR, _QUADRATIC = 2, 3
 _LEAST_SHOWN = 0.001
 
 
@@ -103,26 +107,36 @@ def expected_time(
     how = how_of(recipe, rules, request, is_offloaded=is_offloaded)
     rows = [each for each in StageTimes(recipe, model_path).read() if each.how == how]
     num_steps, size = max(0, (request.num_inference_steps or 1) - num_done), size_of(request)
-    tokens = num_tokens_of(rules, request)
-    pixels = size[0] * size[1] * size[2]
+    step_work, once_work = works_of(rules, request)
+    pixels = math.prod(size)
 
-    def at(value_of: Callable[[Measured], float | None], *, in_tokens: bool = False) -> float | None:
-        points: list[tuple[float, float]] = []
-        for row in rows:
-            place = row.num_tokens if in_tokens and tokens is not None else row.num_pixels
-            value = value_of(row)
-            if place is not None and value is not None:
-                points.append((float(place), value))
-        return fitted(points, float(tokens if in_tokens and tokens is not None else pixels))
+    def first(stage: str, value: float | None) -> float | None:
+        """Add what the first generation takes more."""
+        return value if value is None or not is_first else value + _first_extra(rows, stage, pixels)
+
+    def warm(stage: str, of: Sequence[Measured], terms_of: Callable[[tuple[int, int, int]], Terms]) -> float | None:
+        return fitted([Point(terms_of(row.size), row.warm[stage]) for row in of if stage in row.warm], terms_of(size))
+
+    def of_frames(size: tuple[int, int, int]) -> Terms:
+        """A decoder goes from latent frame to latent frame: so much for each, for its pixels, and for their square."""
+        frames, height, width = size
+        factor = rules.sampling.geometry.temporal_factor if isinstance(rules, RequestRules) else 1
+        num_latents = max(1, (frames - 1) // factor + 1)
+        return float(num_latents), float(num_latents * height * width), float(num_latents * (height * width) ** 2)
 
     seconds: dict[str, float | None] = {}
-    texts = [value for row in rows if (value := _run(row, is_first).get(TEXT)) is not None]
+    texts = [value for row in rows if (value := (row.cold if is_first else row.warm).get(TEXT)) is not None]
     seconds[TEXT] = statistics.median(texts) if texts else None
-    per_step = at(_per_step, in_tokens=True)
-    once = at(lambda row: _once(row, is_first), in_tokens=True)
+    timed = [(row, row.num_steps * step, row.warm[DENOISE]) for row in rows if (step := _per_step(row)) is not None]
+    in_steps = passes_time([(row, row.step_work, spent, spent) for row, spent, _ in timed], step_work, size)
+    # The difference of two times, with the errors of both: it may be 0 at a size.
+    beside = [(row, row.once_work, max(0.0, spent - in_steps), spent) for row, in_steps, spent in timed]
+    once = first(DENOISE, passes_time(beside, once_work, size))
+    per_step = None if in_steps is None else in_steps / (request.num_inference_steps or 1)
     seconds[DENOISE] = None if per_step is None or once is None else num_steps * per_step + once
-    seconds[DECODE] = at(lambda row: _run(row, is_first).get(DECODE))
-    seconds[WRITE] = at(lambda row: _run(row, is_first).get(WRITE) if row.file_format == file_format else None)
+    seconds[DECODE] = first(DECODE, warm(DECODE, rows, of_frames))
+    of_format = [row for row in rows if row.file_format == file_format]
+    seconds[WRITE] = first(WRITE, warm(WRITE, of_format, lambda size: powers(math.prod(size))))
     known = {name: value for name, value in seconds.items() if value is not None}
     # The text encoder is left out of random weights; what is to be measured is the model itself then.
     return ExpectedTime(
@@ -160,32 +174,81 @@ def planned_times(
     ]
 
 
-def fitted(points: Sequence[tuple[float, float]], at: float) -> float | None:
-    """Return the value at a size from (size, value) pairs: the median of those at it, else of a curve through those
-    around it, with the smallest relative squared error; None where no size on one side of it was measured."""
-    by_size: dict[float, list[float]] = {}
-    for size, value in points:
-        by_size.setdefault(size, []).append(value)
-    if at in by_size:
-        return statistics.median(by_size[at])
-    if not by_size or not min(by_size) < at < max(by_size):
+Terms = tuple[float, ...]
+
+
+class Point(NamedTuple):
+    """A measured value. terms: what it grows with, of which it is a sum with unknown factors. scale: of its error;
+    None for the value itself."""
+
+    terms: Terms
+    value: float
+    scale: float | None = None
+
+
+def powers(size: float) -> Terms:
+    """Return the terms of a quadratic curve at a size."""
+    return 1.0, float(size), float(size) ** 2
+
+
+def passes_time(
+    measured: Sequence[tuple[Measured, Work, float, float]], work: Work, size: tuple[int, int, int]
+) -> float | None:
+    """Return the seconds of some forward passes of a clip of a size, from rows, their work, its seconds and the scale
+    of their error. At a measured size another number of steps is as many tokens as it has more."""
+    there = [spent / of_row.tokens for row, of_row, spent, _ in measured if row.size == size]
+    if there:
+        return statistics.median(there) * work.tokens
+    points = [Point(of_row.terms, spent / of_row.passes, of / of_row.passes) for _, of_row, spent, of in measured]
+    per_pass = fitted(points, work.terms)
+    return None if per_pass is None else per_pass * work.passes
+
+
+def fitted(points: Sequence[Point], at: Sequence[float]) -> float | None:
+    """Return the value at some terms: the median of those that were measured there, else of `sum_at`; None where a term
+    behind the first is beyond the measured ones. Of fewer different points than terms, as many of the first count."""
+    there = [point.value for point in points if tuple(point.terms) == tuple(at)]
+    if there:
+        return statistics.median(there)
+    measured = sorted({tuple(point.terms) for point in points})
+    around = [(min(each), max(each)) for each in zip(*measured, strict=True)]
+    if not measured or not all(least <= one <= most for one, (least, most) in zip(at[1:], around[1:], strict=True)):
         return None
-    sizes = sorted(by_size)
-    values = numpy.array([statistics.median(by_size[size]) for size in sizes])
-    num_terms = _QUADRATIC if len(sizes) >= _QUADRATIC else _LINEAR
-    # In units of the largest size, so that the powers are alike.
-    powers = (numpy.array(sizes)[:, None] / sizes[-1]) ** numpy.arange(num_terms)
-    weights = 1 / numpy.maximum(values, 1e-9)
-    best, found = numpy.inf, numpy.zeros(num_terms)
-    # The best terms that are not negative: among all choices of terms, of which there are seven.
-    for count in range(1, num_terms + 1):
-        for terms in itertools.combinations(range(num_terms), count):
-            solved, *_ = numpy.linalg.lstsq(powers[:, terms] * weights[:, None], values * weights, rcond=None)
-            error = float(numpy.square((powers[:, terms] @ solved - values) * weights).sum())
+    return sum_at(points, at[: len(measured)])
+
+
+def sum_at(points: Sequence[Point], at: Sequence[float]) -> float:
+    """Return the sum of as many of the first terms as `at` has, none of them negative, with the least squares of errors
+    in units of their scales."""
+    terms = numpy.array([point.terms[: len(at)] for point in points])
+    # In units of the largest, so that they are alike.
+    units = numpy.maximum(terms.max(axis=0), 1e-9)
+    scales = [point.value if point.scale is None else point.scale for point in points]
+    weights = 1 / numpy.maximum(scales, 1e-9)
+    design, wanted = terms / units * weights[:, None], numpy.array([point.value for point in points]) * weights
+    best, found = float(numpy.square(wanted).sum()), numpy.zeros(len(at))
+    # Among all choices of terms, of which there are seven.
+    for count in range(1, len(at) + 1):
+        for chosen in itertools.combinations(range(len(at)), count):
+            solved, *_ = numpy.linalg.lstsq(design[:, chosen], wanted, rcond=None)
+            error = float(numpy.square(design[:, chosen] @ solved - wanted).sum())
             if (solved >= 0).all() and error < best:
-                best, found = error, numpy.zeros(num_terms)
-                found[list(terms)] = solved
-    return float(((at / sizes[-1]) ** numpy.arange(num_terms)) @ found)
+                best, found = error, numpy.zeros(len(at))
+                found[list(chosen)] = solved
+    return float(numpy.array(at) / units @ found)
+
+
+def _first_extra(rows: Sequence[Measured], stage: str, pixels: int) -> float:
+    """Return the seconds that a stage of the first generation takes more: imports, allocations, compiling. It is
+    measured once per size and hidden by the noise of a single run, so that all sizes count: a constant and a linear
+    term in pixels."""
+    points = [
+        Point(powers(row.num_pixels), row.cold[stage] - row.warm[stage], row.cold[stage])
+        for row in rows
+        if stage in row.cold and stage in row.warm
+    ]
+    num_sizes = len({point.terms for point in points})
+    return sum_at(points, powers(pixels)[: min(num_sizes, 2)]) if points else 0.0
 
 
 def seconds_text(seconds: float) -> str:
@@ -197,19 +260,9 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 120 * 60 else f"{seconds / 3600:.1f} h"
 
 
-def _run(row: Measured, is_first: bool) -> Mapping[str, float]:
-    return row.cold if is_first else row.warm
-
-
 def _per_step(row: Measured) -> float | None:
     seconds = row.warm.get(DENOISE)
     return None if seconds is None else seconds / row.num_steps if row.step is None else row.step
-
-
-def _once(row: Measured, is_first: bool) -> float | None:
-    """Return the seconds of denoising that are none of the steps'."""
-    seconds, step = _run(row, is_first).get(DENOISE), _per_step(row)
-    return None if seconds is None or step is None else max(0.0, seconds - row.num_steps * step)
 
 
 def _basis(rows: Sequence[Measured]) -> str:

@@ -16,19 +16,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion_runtime.config import runtime_options
 from diffusion_runtime.core.cache_folder import cache_root, complete_file
 from diffusion_runtime.core.software import made_with
+from diffusion_runtime.denoising.chunks import passes_of
 from diffusion_runtime.generation.interface import GenerationPipeline, GenerationRules
 from diffusion_runtime.models.published import published_model_of
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS, GenerationRequest, image_paths
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.untrusted.json_text import parse_json, read_json_file
 
-SCHEMA = "diffusion_runtime.stage_times/1"
+SCHEMA = "diffusion_runtime.stage_times/2"
 TEXT, DENOISE, DECODE, WRITE = STAGES = ("text", "denoise", "decode", "write")
+# What an amount of work is measured in: see Work.
+_NUM_KINDS = 3
 # The latest of a file; more sizes and settings than anybody measures of one model.
 _MOST = 100
 # Request fields that do not change how long a step takes, or that the size of a clip and its steps stand for. Any other
@@ -50,16 +53,31 @@ _DECISION_KEYS = ("role", "when", "layers", "backend", "options")
 _logger = logging.getLogger("diffusion_runtime.explanation")
 
 
+class Work(NamedTuple):
+    """The work of some forward passes of one sample and one guidance branch: how many, the tokens of all, and the pairs
+    of a token and a key that it attends to. Pixels stand for tokens where a pipeline of diffusers does not say them."""
+
+    passes: int
+    tokens: int
+    pairs: int
+
+    @property
+    def terms(self) -> tuple[float, float, float]:
+        """What the time of a mean pass is a sum of, with unknown factors: itself, its tokens and its pairs."""
+        return 1.0, self.tokens / self.passes, self.pairs / self.passes
+
+
 @dataclass(frozen=True)
 class Measured:
     """One benchmark. how: digest of all that must be equal for its figures to hold, besides size, steps and format.
-    num_tokens: of the grid, None where the model does not say; num_pixels: of all frames. cold: seconds by stage of the
-    first generation of a process; warm: the medians of those after it. step: seconds of a step of those, without what
-    their first step does once; None where one step was all."""
+    step_work: of all denoising steps; once_work: of what is done once, beside the steps, such as commits. num_pixels:
+    of all frames. cold: seconds by stage of the first generation of a process; warm: the medians of those after it.
+    step: seconds of a step of those, without what their first step does once; None where one step was all."""
 
     how: str
     size: tuple[int, int, int]
-    num_tokens: int | None
+    step_work: Work
+    once_work: Work
     num_steps: int
     file_format: str
     cold: Mapping[str, float]
@@ -80,13 +98,14 @@ class Measured:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Measured:
         """Raises KeyError, TypeError and ValueError for anything else than `asdict` of one."""
-        tokens, step = values["num_tokens"], values["step"]
+        step = values["step"]
         frames, height, width = (int(each) for each in values["size"])
         cold, warm = ({str(name): _seconds(each) for name, each in values[when].items()} for when in ("cold", "warm"))
         return cls(
             how=str(values["how"]),
             size=(frames, height, width),
-            num_tokens=None if tokens is None else int(tokens),
+            step_work=_work(values["step_work"]),
+            once_work=_work(values["once_work"]),
             num_steps=int(values["num_steps"]),
             file_format=str(values["file_format"]),
             cold=cold,
@@ -150,8 +169,7 @@ class StageTimes:
 
 def how_of(recipe: Mapping[str, Any], rules: GenerationRules, request: GenerationRequest, *, is_offloaded: bool) -> str:
     """Return a digest of all that the time of a stage depends on, besides the size, the steps and the format: the
-    options, what attention was decided, how processes share the work, the fields of the resolved request, and of a
-    causal model the frames."""
+    options, what attention was decided, how processes share the work, and the fields of the resolved request."""
     rows = [{key: row[key] for key in _DECISION_KEYS} for row in recipe["attention"]]
     fields = {
         name: len(image_paths(request, name)) if name in INPUT_FIELDS else getattr(request, name)
@@ -164,8 +182,6 @@ def how_of(recipe: Mapping[str, Any], rules: GenerationRules, request: Generatio
         "parallel": recipe.get("parallel"),
         "is_offloaded": is_offloaded,
         "is_guided": rules.is_guided(request),
-        # A clip that is made chunk by chunk has so many passes for each of its chunks, whatever their tokens.
-        "num_frames": request.num_frames if _is_in_chunks(rules) else None,
         "fields": fields,
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -189,10 +205,6 @@ def options_of(recipe: Mapping[str, Any], rules: GenerationRules, request: Gener
     return found
 
 
-def _is_in_chunks(rules: GenerationRules) -> bool:
-    return isinstance(rules, RequestRules) and rules.sampling.is_causal
-
-
 def is_offloaded(pipeline: GenerationPipeline) -> bool:
     """Return whether weights of a loaded model wait in the machine's memory."""
     if pipeline.inspectable is None:
@@ -205,12 +217,33 @@ def size_of(request: GenerationRequest) -> tuple[int, int, int]:
     return request.num_frames or 0, request.height or 0, request.width or 0
 
 
-def num_tokens_of(rules: GenerationRules, request: GenerationRequest) -> int | None:
-    """Return the tokens of a resolved request's grid, None for a pipeline of diffusers."""
-    if not isinstance(rules, RequestRules):
-        return None
-    frames, height, width = size_of(request)
-    return rules.sampling.geometry.num_tokens(height, width, frames)
+def works_of(rules: GenerationRules, request: GenerationRequest) -> tuple[Work, Work]:
+    """Return the work of all denoising steps of a resolved request, and of what is done once. A chunk of a causal
+    model's video attends to those before it that are in sight, its commit is a pass of its own, and the first one may
+    have a number of steps of its own."""
+    num_steps = request.num_inference_steps or 1
+    if not isinstance(rules, RequestRules) or request.num_frames is None:
+        pixels = max(1, math.prod(size_of(request)))
+        return _work_of(num_steps, pixels), _work_of(1, pixels)
+    settings = rules.settings(request)
+    if not rules.sampling.is_causal:
+        size = settings.of_window(settings.of_segment().size)
+        num_passes = len(settings.segments) * len(settings.windows or (None,))
+        tokens = rules.sampling.geometry.num_tokens(size.height, size.width, size.num_frames)
+        return _work_of(num_steps * num_passes, tokens), _work_of(num_passes, tokens)
+    chunks, passes = settings.chunking.plan, settings.chunking.cache_passes()
+    denoised, once = [0, 0, 0], [1, 0, 0]
+    for frames, kind in passes_of(request, chunks, rules.sampling.history):
+        plan = passes.plan(frames, kind)
+        tokens = plan.num_frames * plan.tokens_per_frame
+        total = denoised if kind == "denoise" else once
+        for index, amount in enumerate((1, tokens, tokens * plan.num_keys)):
+            total[index] += amount
+    return Work(*denoised), Work(*once)
+
+
+def _work_of(num_passes: int, tokens: int) -> Work:
+    return Work(num_passes, num_passes * tokens, num_passes * tokens**2)
 
 
 def measured_of(
@@ -228,7 +261,7 @@ def measured_of(
     return Measured(
         how_of(recipe, rules, request, is_offloaded=is_offloaded),
         size_of(request),
-        num_tokens_of(rules, request),
+        *works_of(rules, request),
         request.num_inference_steps or 1,
         file_format,
         dict(cold),
@@ -241,3 +274,12 @@ def _seconds(value: object) -> float:
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"expected seconds, got {value!r}")
     return float(value)
+
+
+def _work(values: object) -> Work:
+    if not isinstance(values, list) or len(values) != _NUM_KINDS:
+        raise ValueError(f"expected passes, tokens and pairs, got {values!r}")
+    work = Work(*(int(each) for each in values))
+    if work.passes < 1:
+        raise ValueError(f"expected one pass or more, got {work.passes}")
+    return work

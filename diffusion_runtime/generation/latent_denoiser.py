@@ -155,6 +155,8 @@ class LatentDenoiser:
             number, place = number + 1, following[0].stage.first_place(latents, noise)
         if isinstance(forward, GraphedForward):
             forward.report()
+        for remark in settings.guidance.unmet({row.role for row in self.recorder.report().rows if row.is_guided}):
+            self.recorder.note(remark)
         if run.stage.is_over(place):
             # The next stage begins anew, without what this one's sampler keeps.
             place = SamplerState(place.index, place.latents)

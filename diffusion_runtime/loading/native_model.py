@@ -27,6 +27,7 @@ from diffusion_runtime.decoders.latent_upsampler import UpsamplerFolder
 from diffusion_runtime.decoders.shared_decoder import SharedDecoder
 from diffusion_runtime.decoders.tiny_decoder import TinyFile
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError, ModelLoadError, first_line
+from diffusion_runtime.generation.denoising_stages import stages_of
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.generation.prompt_encoding import texts_of
 from diffusion_runtime.kernels.compile_ahead import compiling_ahead, is_useful_on
@@ -67,7 +68,8 @@ from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
-from diffusion_runtime.request.generation_request import EXPERTS, GenerationRequest
+from diffusion_runtime.request.generation_request import GenerationRequest
+from diffusion_runtime.rules.batch_settings import expert_by_timestep
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.ahead import encoding_ahead
 from diffusion_runtime.text_encoders.attention_choice import EncoderAttention
@@ -167,14 +169,28 @@ class PreparedModel:
 
     def for_these_alone(self, requests: Sequence[GenerationRequest]) -> PreparedModel:
         """Return the model without the expert that none of these requests uses, as Prepared.for_these_alone says."""
-        components, experts = self.model.weights.components, {request.expert for request in requests}
-        if len(components) < 2 or len(experts) != 1 or None in experts:
+        components = self.model.weights.components
+        if len(components) < 2 or self.rules.sampling.is_causal or not requests:
             return self
-        read = components[EXPERTS.index(str(experts.pop()))]
-        every = self.model.modules
+        experts = {expert for request in requests for expert in self._experts_of(request)}
+        if len(experts) != 1:
+            return self
+        read, every = components[experts.pop()], self.model.modules
         model = dataclasses.replace(self.model, modules=lambda whole: {read: every(whole)[read]})
-        _logger.info("%s alone is read: every step is by the expert %s", read, next(iter(requests)).expert)
+        _logger.info("%s alone is read: no step is by another expert", read)
         return dataclasses.replace(self, model=model, unread=tuple(each for each in components if each != read))
+
+    def _experts_of(self, request: GenerationRequest) -> set[int]:
+        """Return the experts of the steps that a resolved request runs from its first one."""
+        settings = self.rules.settings(request)
+        expert_at = expert_by_timestep(request, self.transformer.expert_at)
+        stop = settings.num_steps if request.stop_after_step is None else request.stop_after_step
+        return {
+            expert_at(step.timestep)
+            for stage in stages_of(settings)
+            for step in stage.steps(torch.device("cpu"))
+            if stage.first + step.index < stop and step.timestep is not None
+        }
 
     def check_files(self) -> None:
         """Check that the weight files are there, as Prepared.check_files says."""

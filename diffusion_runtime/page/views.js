@@ -97,7 +97,7 @@ export function reportView(report, timings, expected) {
   return [
     section("Attention that ran", el("p", `${report.num_calls} calls were counted.`),
       table("Attention that ran", ["role", "backend", "implementation", "calls", "layers", "steps", "who decided", "why"], report.rows.map((row) => [
-        row.role, row.backend, row.implementation, row.count, row.layers, row.steps, decider(row.source), el("div.why", row.reason)])),
+        row.role + (row.is_guided ? ", guided" : ""), row.backend, row.implementation, row.count, row.layers, row.steps, decider(row.source), el("div.why", row.reason)])),
       list([...report.libraries.map((each) => `${each.component}: ${each.library}'s own attention (${each.implementation})`), ...report.notes])),
     section("Pairs computed, by layer and step", maps.length ? maps : expected ? [el("p", "Expected, not counted."), scheduleMaps(expected)]
       : el("p", "They were not counted.")),

@@ -29,7 +29,8 @@ def _parts(report: Mapping[str, Any]) -> Iterator[str]:
     yield "".join(f'<th style="{_CELL}">{name}</th>' for name in _COLUMNS)
     yield "</tr>"
     for row in rows[:_MAX_ROWS]:
-        cells = (html.escape(str(row[name])[:_MAX_TEXT]) for name in _COLUMNS)
+        named = {**row, "role": f"{row['role']}, guided"} if row.get("is_guided") else row
+        cells = (html.escape(str(named[name])[:_MAX_TEXT]) for name in _COLUMNS)
         yield "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"
     yield "</table>"
     if len(rows) > _MAX_ROWS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, ParamSpec, Protocol
 from unicodedata import category
@@ -265,6 +265,55 @@ class Scales:
                 f"{name}: expected a number from 0 to {MAX_SCALE:g}, or several with commas between them, got "
                 f"{shown(value)}"
             )
+
+
+# One number for all attention roles, or one by role.
+NumberByRole = float | tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class ByRole:
+    """One number, or one by attention role: pairs of a role and a number; `default` is that of the roles that are not
+    named. Whether the model has a role is its rules to check. number: the values."""
+
+    number: Number
+    metavar: ClassVar[str] = "X|ROLE=X,..."
+    kind: ClassVar[type] = str
+
+    def read(self, value: object) -> object:
+        """Return a number, or a text, a mapping or a list of pairs as a tuple of pairs; another value as it is."""
+        if isinstance(value, str) and "=" not in value:
+            return _number_of(value)
+        if isinstance(value, str):
+            value = [each.strip().partition("=")[::2] for each in value.split(",")]
+        pairs = list(value.items()) if isinstance(value, Mapping) else value
+        if not isinstance(pairs, list | tuple) or not all(isinstance(each, list | tuple) for each in pairs):
+            return value
+        return tuple(tuple(_number_of(each) if at == 1 else each for at, each in enumerate(pair)) for pair in pairs)
+
+    def __call__(self, name: str, value: object) -> None:
+        if not isinstance(value, tuple):
+            self.number(name, value)
+            return
+        if not 0 < len(value) <= MAX_LEVELS or any(len(pair) != 2 or not isinstance(pair[0], str) for pair in value):
+            raise RequestError(
+                f"{name}: expected a number, or numbers by attention role such as cross=5,default=3, got {shown(value)}"
+            )
+        roles = [role for role, _ in value]
+        if len(set(roles)) < len(roles):
+            raise RequestError(f"{name}: expected each role once, got {shown(value)}")
+        for role, number in value:
+            self.number(f"{name}: {role}", number)
+
+
+def _number_of(value: object) -> object:
+    """Return the number that a text says; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from diffusion_runtime.request.fields import (
     SHIFT,
     VIDEO,
     Blocks,
+    ByRole,
     Count,
     ImageFile,
     InputFile,
@@ -232,22 +233,24 @@ class GenerationRequest:
         refusal="this model's guidance is not rescaled; leave it out",
     )
     # Normalized attention guidance, away from the negative prompt within attention (attention/normalized_guidance.py),
-    # with guidance by a second branch or without; None and 1 are none.
-    nag_scale: float | None = _nag_field(
-        "Guidance away from the negative prompt within attention (NAG), for models without guidance too; 1 is none.",
-        Number(minimum=1.0),
+    # with guidance by a second branch or without; None and 1 are none. All three: a number, or pairs of an attention
+    # role and a number.
+    nag_scale: float | tuple[tuple[str, float], ...] | None = _nag_field(
+        "Guidance away from the negative prompt within attention (NAG), for models without guidance too; 1 is none; "
+        "one number, or one by attention role: cross=5,default=3.",
+        ByRole(Number(minimum=1.0)),
         off=1.0,
     )
     # How much longer than without a token's result may become; None is 2.5. The share of the guided result; None is
     # 0.25.
-    nag_tau: float | None = _nag_field(
-        "How much longer --nag-scale may make the attention of a token; left out, 2.5.",
-        Number(minimum=0.01),
+    nag_tau: float | tuple[tuple[str, float], ...] | None = _nag_field(
+        "How much longer --nag-scale may make the attention of a token, or that by role; left out, 2.5.",
+        ByRole(Number(minimum=0.01)),
         used_with=ATTENTION_GUIDANCE,
     )
-    nag_alpha: float | None = _nag_field(
-        "Share of the guided attention in the result, 0 to 1; left out, 0.25.",
-        Number(maximum=1.0),
+    nag_alpha: float | tuple[tuple[str, float], ...] | None = _nag_field(
+        "Share of the guided attention in the result, 0 to 1, or that by role; left out, 0.25.",
+        ByRole(Number(maximum=1.0)),
         used_with=ATTENTION_GUIDANCE,
     )
     # Spatio-temporal guidance, away from a prediction without self-attention in some blocks; None and 0 are none. The

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
+from diffusion_runtime.attention.normalized_guidance import ALPHA, DEFAULT_ROLE, TAU, NormalizedGuidance
+from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.core.step_info import PERTURBED, StepInfo
 from diffusion_runtime.denoising.guidance_terms import GuidanceTerms
 from diffusion_runtime.denoising.skip_layers import SkipLayers
-from diffusion_runtime.errors import RequestError
+from diffusion_runtime.errors import RequestError, nearest, shown
 from diffusion_runtime.models.sampling import Sampling
+from diffusion_runtime.request.fields import NumberByRole
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.draft import filled
 from diffusion_runtime.rules.guided_steps import GuidedSteps
@@ -47,8 +50,9 @@ class Guidance:
 
     @property
     def is_within_attention(self) -> bool:
-        """True with normalized attention guidance."""
-        return (self.shared.nag_scale or 1.0) > 1
+        """True with normalized attention guidance, of all attention roles or of some."""
+        scale = self.shared.nag_scale or 1.0
+        return any(number > 1 for _, number in scale) if isinstance(scale, tuple) else scale > 1
 
     def normalized(self, num_samples: int) -> NormalizedGuidance | None:
         """Return the guidance within attention of every pass but those of the unconditional branch; None without.
@@ -56,8 +60,8 @@ class Guidance:
         if not self.is_within_attention:
             return None
         shared = self.shared
-        tau = _NAG_TAU if shared.nag_tau is None else shared.nag_tau
-        alpha = _NAG_ALPHA if shared.nag_alpha is None else shared.nag_alpha
+        tau = TAU if shared.nag_tau is None else shared.nag_tau
+        alpha = ALPHA if shared.nag_alpha is None else shared.nag_alpha
         return NormalizedGuidance(filled(shared.nag_scale), tau, alpha, num_samples)
 
     @property
@@ -139,12 +143,23 @@ class Guidance:
         within = None
         if found is not None:
             within = (
-                f"normalized attention guidance away from the negative prompt: nag_scale {found.scale:g}, nag_tau "
-                f"{found.tau:g}, nag_alpha {found.alpha:g}"
+                f"normalized attention guidance away from the negative prompt: nag_scale {text_by_role(found.scale)}, "
+                f"nag_tau {text_by_role(found.tau)}, nag_alpha {text_by_role(found.alpha)}"
             )
         zeros = "zeros in place of the encoded negative prompt (negative_encoding)" if self.has_zero_text else None
         steps = self.steps.notes(is_guided=self.is_guided)
         return "; ".join(filter(None, (self._passes_note, within, *steps, zeros))) or None
+
+    def unmet(self, guided: Collection[str]) -> list[str]:
+        """Return sentences on roles that nag_scale names and that attended to no two texts. guided: roles that did."""
+        scale = self.shared.nag_scale
+        named = [role for role, number in scale if number > 1] if isinstance(scale, tuple) else []
+        met = {DEFAULT_ROLE, *guided, *map(role_category, guided)}
+        return [
+            f"nag_scale: {role} is not used: no attention of that role is to the prompt and the negative prompt"
+            for role in named
+            if role not in met
+        ]
 
     @property
     def _passes_note(self) -> str | None:
@@ -167,16 +182,14 @@ class Guidance:
         return self.is_guided or self.is_within_attention
 
 
-# Of its authors, for transformers.
-_NAG_TAU, _NAG_ALPHA = 2.5, 0.25
-
 # Of skip-layer guidance, beside its blocks.
 _OF_SKIP = ("skip_layer_scale", "skip_layer_start", "skip_layer_stop")
 
 
-def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
+def check_guidance(guidance: Guidance, num_blocks: int | None, roles: Collection[str] = ()) -> None:
     """Raises RequestError for guidance of a model that runs without, and for spatio-temporal guidance without blocks,
-    or with some that the model does not have; for skip-layer guidance that does not say which. num_blocks: of the
+    or with some that the model does not have; for skip-layer guidance that does not say which; for guidance by
+    attention roles that are none of `roles`, those of the model, empty where they are not known. num_blocks: of the
     transformer, None where that is not known."""
     if not guidance.sampling.takes_guidance and guidance.is_guided:
         raise RequestError(
@@ -188,6 +201,7 @@ def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
             "nag_scale: guides away from the negative prompt, and the request has none; give one (--negative-prompt "
             "blurry), or leave out --nag-scale"
         )
+    _check_roles(guidance.shared, roles)
     _check_skip(guidance, num_blocks)
     guidance.steps.check()
     terms = guidance.terms
@@ -200,6 +214,23 @@ def check_guidance(guidance: Guidance, num_blocks: int | None) -> None:
         raise RequestError(
             f"stg_blocks: expected indices from 0 to {(num_blocks or 0) - 1}, the model's blocks, got {beyond[0]}"
         )
+
+
+def text_by_role(value: NumberByRole) -> str:
+    """`5`, `cross=5,default=3`."""
+    return ",".join(f"{role}={number:g}" for role, number in value) if isinstance(value, tuple) else f"{value:g}"
+
+
+def _check_roles(shared: GenerationRequest, roles: Collection[str]) -> None:
+    known = dict.fromkeys((DEFAULT_ROLE, *roles, *map(role_category, roles)))
+    for name in ("nag_scale", "nag_tau", "nag_alpha"):
+        value = getattr(shared, name)
+        unknown = [role for role, _ in value if roles and role not in known] if isinstance(value, tuple) else []
+        if unknown:
+            raise RequestError(
+                f"{name}: this model has no attention role {shown(unknown[0])}, but {', '.join(known)}."
+                f"{nearest(unknown[0], known)}"
+            )
 
 
 def _check_skip(guidance: Guidance, num_blocks: int | None) -> None:

@@ -96,7 +96,7 @@ class RequestRules:
         values = chunk_values(settings) if self.sampling.is_causal else window_values(settings)
         values |= segment_values(settings)
         values |= riflex_values(settings, self.defaults)
-        check_guidance(settings.guidance, self.num_blocks)
+        check_guidance(settings.guidance, self.num_blocks, {each.layer.role for each in self.attention_layers})
         values |= settings.guidance.values
         # Building the samplers raises for what they cannot do.
         sampler = settings.build_sampler()

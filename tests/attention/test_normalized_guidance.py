@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from tables import table
 
-from diffusion_runtime.attention import AttentionContext, LocalAttention, TokenLayout, USPAttention
-from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
+from diffusion_runtime.attention import AttentionContext, LayerInfo, LocalAttention, TokenLayout, USPAttention
+from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance, RoleGuidance
 
 HEADS, HEAD_DIM = 2, 8
 # Ratios on both sides of tau.
 GUIDANCE = NormalizedGuidance(scale=4.0, tau=1.8, alpha=0.3, num_samples=2)
+OF_ROLE = GUIDANCE.of_role("self")
 
 
 def drawn(batch: int, length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(batch, length, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def formula(positive: torch.Tensor, negative: torch.Tensor, of: NormalizedGuidance) -> torch.Tensor:
+def formula(positive: torch.Tensor, negative: torch.Tensor, of: RoleGuidance) -> torch.Tensor:
     """The paper's, token by token, with phi = scale - 1."""
     result = torch.empty_like(positive)
     for sample in range(positive.shape[0]):
@@ -48,7 +49,7 @@ def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
     ],
 )
 def test_the_formula(values: tuple[float, float, float], dtype: torch.dtype, bound: float) -> None:
-    guidance = NormalizedGuidance(*values, num_samples=2)
+    guidance = RoleGuidance(*values, num_samples=2)
     positive, negative = drawn(2, 11, 1, dtype), drawn(2, 11, 2, dtype)
     expected = formula(positive.double(), negative.double(), guidance)
     found = guidance.combine(positive, negative)
@@ -59,7 +60,7 @@ def test_the_formula(values: tuple[float, float, float], dtype: torch.dtype, bou
 def test_tokens_that_attend_to_nothing_are_finite() -> None:
     positive, negative = drawn(2, 3, 1), drawn(2, 3, 2)
     positive[:, :2], negative[:, 0] = 0.0, 0.0
-    found = GUIDANCE.combine(positive, negative)
+    found = OF_ROLE.combine(positive, negative)
     assert found.isfinite().all()
     assert (found[:, 0] == 0).all()
 
@@ -72,7 +73,7 @@ def test_keys_of_two_texts_are_met_by_each_query() -> None:
     context = AttentionContext(layout=TokenLayout.text(7, lengths), guidance=GUIDANCE)
     layer = LocalAttention(HEADS, HEAD_DIM)
     whole = [softmax_attention(q[at % 2], k[at, :n], v[at, :n]) for at, n in enumerate(lengths)]
-    expected = formula(torch.stack(whole[:2]), torch.stack(whole[2:]), GUIDANCE)
+    expected = formula(torch.stack(whole[:2]), torch.stack(whole[2:]), OF_ROLE)
     assert (layer(q, k, v, context) - expected).abs().max() < 1e-5
     # Keys that both samples share, such as a picture's, are no texts.
     plain = layer(q, k[:2], v[:2], context.with_layout(TokenLayout.text(7)))
@@ -82,6 +83,33 @@ def test_keys_of_two_texts_are_met_by_each_query() -> None:
     rows = context.recorder.report().rows
     assert [(row.is_guided, row.count) for row in rows] == [(True, 1), (False, 1)]
     assert "self, guided: " in str(rows[0])
+
+
+def test_each_role_has_numbers_of_its_own() -> None:
+    """A role comes before its category, and that before the default; a role of scale 1 is not guided and not counted
+    so. Layers of each, against the formula in float64."""
+    guidance = NormalizedGuidance(
+        scale=(("ltx2.audio_cross", 6.0), ("cross", 3.0), ("self", 1.0)),
+        tau=(("cross", 1.2), ("default", 1.8)),
+        alpha=0.3,
+        num_samples=2,
+    )
+    expected = {
+        "ltx2.audio_cross": RoleGuidance(6.0, 1.2, 0.3, 2),
+        "cross": RoleGuidance(3.0, 1.2, 0.3, 2),
+        "ltx2.audio_to_video": RoleGuidance(3.0, 1.2, 0.3, 2),
+        "self": RoleGuidance(1.0, 1.8, 0.3, 2),
+    }
+    q, k, v = drawn(2, 6, 1), drawn(4, 7, 2), drawn(4, 7, 3)
+    whole = torch.stack([softmax_attention(q[at % 2], k[at], v[at]) for at in range(4)])
+    for role, numbers in expected.items():
+        assert guidance.of_role(role) == numbers
+        context = AttentionContext(layout=TokenLayout.text(7), guidance=guidance)
+        out = LocalAttention(HEADS, HEAD_DIM, layer=LayerInfo(role=role))(q, k, v, context)
+        assert (out - formula(whole[:2], whole[2:], numbers)).abs().max() < 1e-12 or role == "self"
+        (row,) = context.recorder.report().rows
+        assert (row.role, row.is_guided) == (role, role != "self")
+    assert (out - whole[:2]).abs().max() < 1e-12
 
 
 def test_texts_in_the_sequence_go_on_by_themselves() -> None:
@@ -94,7 +122,7 @@ def test_texts_in_the_sequence_go_on_by_themselves() -> None:
     context = AttentionContext(layout=layout, guidance=GUIDANCE)
     out = USPAttention(HEADS, HEAD_DIM)(q, k, v, context)
     whole = torch.stack([softmax_attention(q[at], k[at, : 8 + n], v[at, : 8 + n]) for at, n in enumerate(lengths)])
-    of_pictures = formula(whole[:2, :8], whole[2:, :8], GUIDANCE)
+    of_pictures = formula(whole[:2, :8], whole[2:, :8], OF_ROLE)
     assert (out[:, :8] - torch.cat([of_pictures, of_pictures])).abs().max() < 1e-5
     assert (out[:, 8:] - whole[:, 8:]).abs().max() < 1e-5
     # Tokens of the grid alone, and of a text alone, meet no two texts.

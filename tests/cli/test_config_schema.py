@@ -82,6 +82,8 @@ def only_the_runtime_refuses(key: str, value: Any) -> bool:
         return isinstance(value, str) and any(c in value for c in ",-ABG")
     if key in ("sigmas", "sigmas_before_shift", "second_stage_sigmas"):
         return value == "12"
+    if key in ("nag_scale", "nag_tau", "nag_alpha"):
+        return isinstance(value, str)
     return (isinstance(value, float) and value.is_integer()) or (key, value) == ("step_cache", "teacache : x")
 
 

@@ -21,10 +21,7 @@ from diffusion_runtime.media.content_credentials import MEDIA_TYPES, Signer, rea
 from diffusion_runtime.media.formats import IMAGE_FORMATS
 from diffusion_runtime.media.reading import read_recipe
 
-needs_package = pytest.mark.skipif(importlib.util.find_spec("c2pa") is None, reason="c2pa-python is not installed")
 
-
-@needs_package
 @table("file_format", MEDIA_TYPES)
 def test_signed_file_holds_its_recipe_until_it_is_changed(file_format: str, tmp_path: Path) -> None:
     signer = Signer(*write_chain(tmp_path))
@@ -54,7 +51,6 @@ def test_signed_file_holds_its_recipe_until_it_is_changed(file_format: str, tmp_
     assert broken.problems
 
 
-@needs_package
 def test_sound_beside_a_signed_file_is_signed_too(tmp_path: Path) -> None:
     media = make_media(5, audio=Audio(numpy.zeros((1, 800), dtype=numpy.float32), 8000))
     path = media.save(tmp_path / "a.gif", signer=Signer(*write_chain(tmp_path)))
@@ -89,7 +85,6 @@ FAULTS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-@needs_package
 @table("message, spoil", FAULTS.items())
 def test_unfit_keys_are_refused(message: str, spoil: Callable[[Path, Path], object], tmp_path: Path) -> None:
     key, chain = write_chain(tmp_path)
@@ -109,7 +104,6 @@ def test_flags_go_together_and_need_the_package(monkeypatch: pytest.MonkeyPatch)
         signer_of("key.pem", "chain.pem")
 
 
-@needs_package
 def test_generate_signs_and_info_shows_it(command: Command, tiny_flags: tuple[str, ...], tmp_path: Path) -> None:
     key, chain = write_chain(tmp_path)
     flags = ("--sign", str(key), "--cert", str(chain))

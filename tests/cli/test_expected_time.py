@@ -13,10 +13,14 @@ from cli_support import Command
 from tables import table
 
 from diffusion_runtime.config import RuntimeConfig
-from diffusion_runtime.explanation.expected_time import expected_time, fitted
-from diffusion_runtime.explanation.stage_times import Measured, StageTimes, how_of
+from diffusion_runtime.explanation.expected_time import Point, expected_time, fitted, powers
+from diffusion_runtime.explanation.stage_times import Measured, StageTimes, Work, how_of, works_of
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.request.generation_request import GenerationRequest
+
+
+def of_size(size: float, value: float) -> Point:
+    return Point(powers(size), value)
 
 
 def quadratic(size: float) -> float:
@@ -43,17 +47,18 @@ def quadratic(size: float) -> float:
     ],
 )
 def test_fit(points: list[tuple[float, float]], at: float, expected: float | None) -> None:
-    found = fitted(points, at)
+    found = fitted([of_size(*point) for point in points], powers(at))
     assert found == (None if expected is None else pytest.approx(expected, rel=1e-6, abs=1e-9))
 
 
 def test_noise_between_sizes_stays_below_the_quadratic_term() -> None:
     """Relative errors count: the smallest size, a thousandth of the largest, is met as well."""
     points = [
-        (size, quadratic(size) * factor) for size, factor in ((64, 1.05), (512, 0.97), (4096, 1.03), (16384, 0.98))
+        of_size(size, quadratic(size) * factor)
+        for size, factor in ((64, 1.05), (512, 0.97), (4096, 1.03), (16384, 0.98))
     ]
     for at in (100, 1000, 8000):
-        assert fitted(points, at) == pytest.approx(quadratic(at), rel=0.1)
+        assert fitted(points, powers(at)) == pytest.approx(quadratic(at), rel=0.1)
 
 
 def test_figures_hold_for_equal_settings_of_one_machine(
@@ -68,7 +73,9 @@ def test_figures_hold_for_equal_settings_of_one_machine(
     how = how_of(recipe, rules, request, is_offloaded=False)
     cold = {"text": 0.5, "denoise": 3.0, "decode": 2.0, "write": 1.0}
     warm = {"text": 0.25, "denoise": 2.0, "decode": 1.0, "write": 0.5}
-    measured = Measured(how, (5, 64, 64), 32, 4, "mp4", cold, warm, 0.375)
+    work = Work(1, 32, 32**2)
+    steps = Work(4, 4 * 32, 4 * 32**2)
+    measured = Measured(how, (5, 64, 64), steps, work, 4, "mp4", cold, warm, 0.375)
     assert times.keep(dataclasses.replace(measured, warm=cold))
     assert times.keep(measured)
     assert times.read() == (measured,)
@@ -79,7 +86,8 @@ def test_figures_hold_for_equal_settings_of_one_machine(
     # Of a draft of which four steps are there.
     rest = expected_time(recipe, rules, request, "mp4", num_done=4)
     assert (rest.num_steps, rest.seconds["denoise"]) == (6, 3.75)
-    one_step = dataclasses.replace(measured, size=(9, 64, 64), num_tokens=48, num_steps=1, step=None)
+    work = Work(1, 48, 48**2)
+    one_step = dataclasses.replace(measured, size=(9, 64, 64), step_work=work, once_work=work, num_steps=1, step=None)
     assert times.keep(one_step)
     longer = rules.resolve(dataclasses.replace(asked, num_frames=9))
     assert expected_time(recipe, rules, longer, "mp4").seconds["denoise"] == 10 * 2.0 + 1.0
@@ -103,6 +111,38 @@ def test_figures_hold_for_equal_settings_of_one_machine(
     assert "cannot be read" in caplog.text
     monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", os.devnull)
     assert not StageTimes(recipe, "shapes").keep(measured)
+
+
+def test_a_chunked_video_is_counted_by_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds that are made of passes, tokens and pairs are found again: of another number of chunks, whose keys in
+    sight grow until the window is full, and of another number of steps, which the first chunk does not have."""
+    monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path))
+    prepared = prepare(RuntimeConfig("shapes-causal", device="cpu"), is_dry_run=True)
+    recipe, rules = prepared.description.to_dict(), prepared.rules
+
+    def request(frames: int, side: int, steps: int) -> GenerationRequest:
+        asked = GenerationRequest("a ring", height=side, width=side, num_frames=frames, num_inference_steps=steps)
+        return rules.resolve(asked)
+
+    def seconds(work: Work) -> float:
+        return 0.01 * work.passes + 1e-4 * work.tokens + 1e-7 * work.pairs
+
+    times = StageTimes(recipe, "shapes-causal")
+    for size in ((9, 64, 64), (61, 96, 96), (21, 144, 144), (121, 64, 64)):
+        asked = request(*size[:2], 4)
+        steps, once = works_of(rules, asked)
+        warm = {"text": 0.1, "denoise": seconds(steps) + seconds(once), "decode": 1.0, "write": 1.0}
+        how = how_of(recipe, rules, asked, is_offloaded=False)
+        assert times.keep(Measured(how, size, steps, once, 4, "mp4", warm, warm, seconds(steps) / 4))
+    for frames, side, num_steps in ((33, 80, 4), (61, 80, 8), (21, 112, 6), (61, 96, 4)):
+        asked = request(frames, side, num_steps)
+        steps, once = works_of(rules, asked)
+        expected = expected_time(recipe, rules, asked, "mp4")
+        assert expected.seconds["denoise"] == pytest.approx(seconds(steps) + seconds(once)), (frames, side)
+    # The first chunk has as many steps as before; a step more of the others is one pass of each.
+    four, five = (works_of(rules, request(21, 64, steps))[0].passes for steps in (4, 5))
+    assert five - four == 2
+    assert "denoise" not in expected_time(recipe, rules, request(21, 160, 4), "mp4").seconds
 
 
 def test_commands_say_what_is_expected(

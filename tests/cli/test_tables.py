@@ -45,6 +45,15 @@ def test_the_attention_table_breaks_no_number() -> None:
     assert [word for word in words if word in steps.split(",")] == steps.split(",")
 
 
+def test_guided_calls_of_a_role_are_a_row_of_their_own() -> None:
+    row = {"role": "cross", "backend": "torch_sdpa", "count": 24, "layers": "0-5", "steps": "0-3"}
+    console = Console(width=80, file=io.StringIO())
+    console.print(attention_table([{"rows": [row, {**row, "is_guided": True, "count": 12}]}]))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["cross", "torch_sdpa", "24"] in [line[:3] for line in lines]
+    assert ["cross,", "guided", "torch_sdpa", "12"] in [line[:4] for line in lines]
+
+
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_a_plain_table_cuts_nothing_at_any_width(width: int) -> None:
     rows = [

@@ -116,11 +116,33 @@ def test_what_a_request_says_of_it(tiny_folder_of: FolderOf, tmp_path: Path) -> 
     ):
         with pytest.raises(RequestError, match=told):
             asked(**values)
+    by_role = asked(negative_prompt=NEGATIVE, nag_scale="self=5,default=2", nag_tau={"self": 3.0})
+    assert (by_role.nag_scale, by_role.nag_tau) == ((("self", 5.0), ("default", 2.0)), (("self", 3.0),))
+    assert GenerationRequest(**by_role.to_dict()) == by_role
+    assert not rules.settings(asked(nag_scale=(("self", 1.0),))).guidance.reads_negative
+    for value, told in (
+        ("slef=5", "no attention role 'slef', but default, self. Did you mean"),
+        ("self=0.5", "nag_scale: self: expected a number from 1"),
+        ("self=5,self=3", "expected each role once"),
+        ("self", "nag_scale: expected a number"),
+        ([["self"]], "or numbers by attention role such as cross=5"),
+    ):
+        with pytest.raises(RequestError, match=told):
+            asked(negative_prompt=NEGATIVE, nag_scale=value)
     video = tmp_path / "video.npy"
     numpy.save(video, numpy.zeros((5, 64, 64, 3), numpy.uint8))
     restoring = inspect_pipeline(RuntimeConfig(str(tiny_folder_of("seedvr2")), device="cpu")).rules
     with pytest.raises(RequestError, match="nag_scale: this model reads no prompt"):
         restoring.resolve(dataclasses.replace(plain, nag_scale=5.0, video_path=str(video)))
+
+
+def test_a_role_that_attends_to_no_text_is_said(tiny_folder_of: FolderOf) -> None:
+    pipeline = loaded(tiny_folder_of("wan"))
+    asked = request_of(pipeline, negative_prompt=NEGATIVE, nag_scale="cross=5,self=3")
+    report = pipeline(asked).attention_report
+    assert {row.role for row in report.rows if row.is_guided} == {"cross"}
+    assert "nag_scale cross=5,self=3, nag_tau 2.5" in str(report)
+    assert "nag_scale: self is not used: no attention of that role" in str(report)
 
 
 def test_it_goes_with_guidance_by_a_second_branch(tiny_folder_of: FolderOf) -> None:

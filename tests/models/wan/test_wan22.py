@@ -330,6 +330,12 @@ def test_the_expert_that_no_request_uses_is_not_read(experts_folder: Path, tmp_p
         assert not any(each.is_meta for each in parts[index].parameters())
         assert all(each.is_meta for each in parts[1 - index].parameters())
         assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
+        # All steps on one side of the switch, and the first steps of a draft, are of one expert too.
+        later: dict[str, Any] = {"boundary_ratio": 0.999, "sigmas": (0.9, 0.5), "sampler": "flow_match_euler"}
+        for values in ({"boundary_ratio": 0.001}, {"stop_after_step": 1}, later):
+            plain = prepared.rules.resolve(dataclasses.replace(asked, **values))
+            unread = "transformer" if values is later else "transformer_2"
+            assert prepared.for_these_alone([plain]).unread == (unread,), values
         # Requests that differ need both.
         both = prepared.for_these_alone([*requests, prepared.rules.resolve(asked)])
         assert both is prepared
