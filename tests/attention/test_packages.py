@@ -171,7 +171,7 @@ chosen = [select_backend(config=name, **requirements).backend for name in ("vide
 
 # The kernel's own choice, on a tensor that says it is on that chip.
 import torch
-from diffusion_runtime.kernels.block_sparse import api, flash4, triton
+from diffusion_runtime.kernels.block_sparse import api, flash4, gluon, triton
 from diffusion_runtime.attention import LayerInfo, StepInfo, TokenLayout, plan_attention
 q = torch.zeros(1, 512, 2, 64, dtype=torch.bfloat16)
 plan = plan_attention(
@@ -179,7 +179,7 @@ plan = plan_attention(
 )
 class OnHopper(torch.Tensor):
     is_cuda = True
-flash4.detect_hardware = triton.detect_hardware = lambda device: hopper
+flash4.detect_hardware = gluon.detect_hardware = triton.detect_hardware = lambda device: hopper
 there = q.as_subclass(OnHopper)
 auto = api._choose("auto", there, plan, False)
 print(json.dumps({"chosen": chosen, "flash4": flash4.refusal(there, plan), "auto": auto}))

@@ -156,10 +156,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class KernelInputs:
-    """What every kernel of a plan reads and writes.
+    """Tensors that the kernels of a plan read and write.
 
-    values: q, k and v, packed, or with in_place as they are; scale: positive; packed: of values, None in place; gate,
-    pooled: out where there is no branch.
+    values: q, k and v, packed or in place; scale: positive; packed: what values are of, None in place; pooled, gate:
+    out where there is no branch.
     """
 
     values: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -177,8 +177,8 @@ class KernelInputs:
         return self.packed is None
 
     def strides(self, dim: int) -> tuple[int, int, int]:
-        """Of q, k and v from token to token (dim -3) or from head to head (-2); 0 for packed rows, whose kernels know
-        them."""
+        """Return how far q, k and v lie apart from token to token (dim -3) or from head to head (-2): 0 for packed
+        rows, whose strides the kernels know."""
         q, k, v = (x.stride(dim) if self.in_place else 0 for x in self.values)
         return q, k, v
 

@@ -237,10 +237,10 @@ def test_the_mode_that_forbids_waiting_works() -> None:
 @pytest.mark.parametrize("name", ["STA, real sizes", "VSA", "V-MoBA in time", "SVG2"])
 def test_the_report_names_the_implementation(name: str, layout: TokenLayout) -> None:
     """Whole tiles of 384 tokens without text are FlashAttention-4's where it is installed, chunks of single queries
-    without text are gathered; the rest is the Triton kernel's."""
+    without text are gathered, tiles of 64 are Gluon's on Hopper; the rest is the Triton kernel's."""
     case, (q, k, v) = ALL_CASES[name], tokens(layout)
     plan = plan_attention(q, k, **case.arguments(layout))
-    fastest = next(kind for kind in ("flash4", "gathered", "triton") if refusal(kind, q, plan) is None)
+    fastest = next(kind for kind in ("flash4", "gathered", "gluon", "triton") if refusal(kind, q, plan) is None)
     assert fastest != "flash4" or name == "STA, real sizes"
     assert (fastest == "gathered") is (name == "V-MoBA in time" and layout is not AFTER)
     layer = LocalAttention(

@@ -29,7 +29,7 @@ from diffusion_runtime.attention.sparse.video_sparse import (
     tile_means,
 )
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.kernels.block_sparse import pooled_tail
+from diffusion_runtime.kernels.block_sparse import gluon, pooled_tail
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, add_branch
 
 # Ragged on every axis; tiles of 128 leave rests of 1 to 64 queries.
@@ -60,7 +60,8 @@ def compare(
     )
     with mock.patch.object(pooled_tail, "block_means", side_effect=AssertionError("averaged again")):
         result = VideoSparseBackend().run(call)
-    assert result.implementation == f"block-sparse triton{', pooled tail' if tail == 'pooled' else ''}"
+    kernel = "gluon" if tail == "none" and gluon.refusal(q, plan) is None else "triton"
+    assert result.implementation == f"block-sparse {kernel}{', pooled tail' if tail == 'pooled' else ''}"
     if tail == "pooled":
         expected, lse = (x.to(device) for x in pooled_attention(q.cpu(), k.cpu(), v.cpu(), plan.to("cpu")))
     else:
