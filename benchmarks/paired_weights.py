@@ -6,8 +6,9 @@
         --values '{"sampler": "flow_match_euler", "sigmas": [1.0, 0.984, 0.952, 0.87], "guidance_scale": 1.0}' ...
 
 This makes both clips of a prompt and appends a line to --pairs, where it goes on when it is started again; prompts of
-one and of two objects by turns. --output: what the lines so far say: prompt accuracy of both with its 95 % interval, how
-many clips turned right or wrong, latent distance and PSNR. --summarise makes no clips. Backends are paired_quality.py's.
+one and of two objects by turns. --output: what the lines so far say: prompt accuracy of both with its 95 % interval,
+how many clips turned right or wrong, latent distance and PSNR. --summarise makes no clips. paired_quality.py is for
+backends.
 """
 
 from __future__ import annotations
