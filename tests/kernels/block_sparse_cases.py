@@ -158,10 +158,12 @@ def check_in_place(
 ) -> None:
     """Tokens that stand in the order of the plan are not packed: the bits are those of tokens that are, whatever the
     padding of the text holds."""
-    layout, tile = TokenLayout((3, 4, 3), num_suffix_tokens=7, valid_lengths=(0, 5)), (2, 4, 3)
+    layout, tile = TokenLayout((3, 4, 3), num_suffix_tokens=7, valid_lengths=(0, 5)), (2, 2, 3)
     ordered = dataclasses.replace(layout, tile=tile)
     plan, plan_in_order = (tile_plan(each, tile, batch=2, heads=2, kv_heads=1).to(device) for each in (layout, ordered))
     qkv = random_qkv(layout, batch=2, num_heads=2, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    assert plan_in_order.q.is_identity
+    assert not plan.q.is_identity
     # Of one product, as a model makes them.
     product = torch.cat(qkv, dim=2).to(device)
     product[0, layout.num_grid_tokens :] = float("nan")
