@@ -63,8 +63,11 @@ class NormalizedGuidance:
     @lru_cache(maxsize=64)  # noqa: B019 - of values, a few in a process
     def of_role(self, role: str) -> RoleGuidance:
         """Return the guidance of the attention layers of a role."""
-        numbers = ((self.scale, SCALE), (self.tau, TAU), (self.alpha, ALPHA))
-        return RoleGuidance(*(value_of_role(value, role, otherwise) for value, otherwise in numbers), self.num_samples)
+        scale, tau, alpha = (
+            value_of_role(value, role, otherwise)
+            for value, otherwise in ((self.scale, SCALE), (self.tau, TAU), (self.alpha, ALPHA))
+        )
+        return RoleGuidance(scale, tau, alpha, self.num_samples)
 
 
 @dataclass(frozen=True)
