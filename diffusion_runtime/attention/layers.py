@@ -35,6 +35,7 @@ from diffusion_runtime.attention.measured_error import ErrorSample
 from diffusion_runtime.attention.opaque import ATTENTIONS, record_attention, refusal_of_recording
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.attention.recorded_values import CallValues, operator_values
+from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.core.packed_tokens import PackedTokens
 from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import RASTER
@@ -160,7 +161,10 @@ class AttentionLayer(nn.Module, ABC):
         def attend(inputs: AttentionInputs, *, is_guided: bool) -> torch.Tensor:
             return self._attended(inputs, context, block_mask, is_guided=is_guided)
 
-        group, guidance = self.policy.mesh.tensor, context.guidance.of_role(self.layer.role)
+        group, guidance = (
+            self.policy.mesh.tensor,
+            context.guidance.of_role(self.layer.role, role_category(self.layer.role)),
+        )
         return guidance.around(attend, inputs, has_prefix=context.prefix is not None, group=group)
 
     def _attended(
@@ -323,7 +327,11 @@ class AttentionLayer(nn.Module, ABC):
         copies = torch.empty(num_copies, *q.shape, dtype=q.dtype, device=q.device)
         joined = () if context.prefix is None else context.prefix.joined(self.layer.index, k, v, 0, 0)
         # Of guidance: queries and results of both texts, and what they are combined in.
-        pairs = () if context.guidance is None else context.guidance.of_role(self.layer.role).allocated(q, k)
+        pairs = (
+            ()
+            if context.guidance is None
+            else context.guidance.of_role(self.layer.role, role_category(self.layer.role)).allocated(q, k)
+        )
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         del sums, copies, joined, pairs
         return out

@@ -24,7 +24,6 @@ from typing import Protocol
 
 import torch
 
-from diffusion_runtime.attention.roles import role_category
 from diffusion_runtime.parallel.collectives import RankGroup, sum_in_place
 from diffusion_runtime.parallel.interface import AttentionInputs
 
@@ -37,12 +36,12 @@ SCALE, TAU, ALPHA = 1.0, 2.5, 0.25
 ByRole = float | tuple[tuple[str, float], ...]
 
 
-def value_of_role(value: ByRole, role: str, otherwise: float) -> float:
+def value_of_role(value: ByRole, role: str, category: str, otherwise: float) -> float:
     """Return the number of a role. otherwise: where neither it nor its category nor DEFAULT_ROLE is named."""
     if not isinstance(value, tuple):
         return value
     named = dict(value)
-    return next((named[key] for key in (role, role_category(role), DEFAULT_ROLE) if key in named), otherwise)
+    return next((named[key] for key in (role, category, DEFAULT_ROLE) if key in named), otherwise)
 
 
 class Attend(Protocol):
@@ -61,10 +60,13 @@ class NormalizedGuidance:
     num_samples: int
 
     @lru_cache(maxsize=64)  # noqa: B019 - of values, a few in a process
-    def of_role(self, role: str) -> RoleGuidance:
+    def of_role(self, role: str, category: str) -> RoleGuidance:
         """Return the guidance of the attention layers of a role."""
-        numbers = ((self.scale, SCALE), (self.tau, TAU), (self.alpha, ALPHA))
-        return RoleGuidance(*(value_of_role(value, role, otherwise) for value, otherwise in numbers), self.num_samples)
+        scale, tau, alpha = (
+            value_of_role(value, role, category, otherwise)
+            for value, otherwise in ((self.scale, SCALE), (self.tau, TAU), (self.alpha, ALPHA))
+        )
+        return RoleGuidance(scale, tau, alpha, self.num_samples)
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,12 @@ class Guidance:
     def normalized(self, num_samples: int) -> NormalizedGuidance | None:
         """Return the guidance within attention of every pass but those of the unconditional branch; None without.
         num_samples: of a pass."""
-        if not self.is_within_attention:
-            return None
         shared = self.shared
+        if not self.is_within_attention or shared.nag_scale is None:
+            return None
         tau = TAU if shared.nag_tau is None else shared.nag_tau
         alpha = ALPHA if shared.nag_alpha is None else shared.nag_alpha
-        return NormalizedGuidance(filled(shared.nag_scale), tau, alpha, num_samples)
+        return NormalizedGuidance(shared.nag_scale, tau, alpha, num_samples)
 
     @property
     def embedded(self) -> float | None:
@@ -150,17 +150,6 @@ class Guidance:
         steps = self.steps.notes(is_guided=self.is_guided)
         return "; ".join(filter(None, (self._passes_note, within, *steps, zeros))) or None
 
-    def unmet(self, guided: Collection[str]) -> list[str]:
-        """Return sentences on roles that nag_scale names and that attended to no two texts. guided: roles that did."""
-        scale = self.shared.nag_scale
-        named = [role for role, number in scale if number > 1] if isinstance(scale, tuple) else []
-        met = {DEFAULT_ROLE, *guided, *map(role_category, guided)}
-        return [
-            f"nag_scale: {role} is not used: no attention of that role is to the prompt and the negative prompt"
-            for role in named
-            if role not in met
-        ]
-
     @property
     def _passes_note(self) -> str | None:
         if self.skip is not None:
@@ -219,6 +208,18 @@ def check_guidance(guidance: Guidance, num_blocks: int | None, roles: Collection
 def text_by_role(value: NumberByRole) -> str:
     """`5`, `cross=5,default=3`."""
     return ",".join(f"{role}={number:g}" for role, number in value) if isinstance(value, tuple) else f"{value:g}"
+
+
+def unmet_roles(shared: GenerationRequest, guided: Collection[str]) -> list[str]:
+    """Return sentences on roles that nag_scale names and that attended to no two texts. guided: roles that did."""
+    scale = shared.nag_scale
+    named = [role for role, number in scale if number > 1] if isinstance(scale, tuple) else []
+    met = {DEFAULT_ROLE, *guided, *map(role_category, guided)}
+    return [
+        f"nag_scale: {role} is not used: no attention of that role is to the prompt and the negative prompt"
+        for role in named
+        if role not in met
+    ]
 
 
 def _check_roles(shared: GenerationRequest, roles: Collection[str]) -> None:

@@ -7,11 +7,12 @@ from tables import table
 
 from diffusion_runtime.attention import AttentionContext, LayerInfo, LocalAttention, TokenLayout, USPAttention
 from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance, RoleGuidance
+from diffusion_runtime.attention.roles import role_category
 
 HEADS, HEAD_DIM = 2, 8
 # Ratios on both sides of tau.
 GUIDANCE = NormalizedGuidance(scale=4.0, tau=1.8, alpha=0.3, num_samples=2)
-OF_ROLE = GUIDANCE.of_role("self")
+OF_ROLE = GUIDANCE.of_role("self", "self")
 
 
 def drawn(batch: int, length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -103,7 +104,7 @@ def test_each_role_has_numbers_of_its_own() -> None:
     q, k, v = drawn(2, 6, 1), drawn(4, 7, 2), drawn(4, 7, 3)
     whole = torch.stack([softmax_attention(q[at % 2], k[at], v[at]) for at in range(4)])
     for role, numbers in expected.items():
-        assert guidance.of_role(role) == numbers
+        assert guidance.of_role(role, role_category(role)) == numbers
         context = AttentionContext(layout=TokenLayout.text(7), guidance=guidance)
         out = LocalAttention(HEADS, HEAD_DIM, layer=LayerInfo(role=role))(q, k, v, context)
         assert (out - formula(whole[:2], whole[2:], numbers)).abs().max() < 1e-12 or role == "self"
