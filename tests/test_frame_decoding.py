@@ -4,6 +4,7 @@ kernels."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from diffusion_runtime.decoders.interface import FrameStream
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.generation import frame_decoding
 from diffusion_runtime.media import ClipHeader
-from diffusion_runtime.memory.transfers import CopyToHost, begin_copy_to_host
+from diffusion_runtime.memory.transfers import CopyToHost, begin_copy_to_host, pinned_if_possible
 
 CHUNKS = [torch.rand(1, count, 4, 6, 3, generator=torch.Generator().manual_seed(count)) for count in (3, 4, 2)]
 
@@ -74,6 +75,20 @@ def test_frames_that_are_no_numbers_are_refused_by_their_place(events: list[str]
     with pytest.raises(DiffusionRuntimeError, match=r"frames from 3 on are not numbers"):
         decoded(damaged, events)
     assert events.count("taken") == 1
+
+
+def test_a_clip_is_copied_where_no_memory_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made by then."""
+    made = torch.empty
+
+    def empty(*arguments: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return made(*arguments, **named)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    room = pinned_if_possible((2, 3), torch.uint8)
+    assert (room.shape, room.dtype, room.is_pinned()) == ((2, 3), torch.uint8, False)
 
 
 @pytest.mark.gpu

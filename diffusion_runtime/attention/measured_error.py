@@ -155,7 +155,7 @@ def sampled_squares(call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
         for sample, head in _pairs(q.shape[0], q.shape[2]):
             kv_head = head * k.shape[2] // q.shape[2]
             ranges = ((0, k.shape[1]),) if layout is None else layout.key_ranges(sample)
-            if not ranges:
+            if not ranges or not q.shape[1]:
                 continue
             keys = _positions(ranges, q.device)
             rows = keys if q.shape[1] == k.shape[1] else torch.arange(q.shape[1], device=q.device)

@@ -102,14 +102,15 @@ class CompileTime(Participant):
     """Seconds spent on compiling kernels at their first use, and remarks on those that are not compiled."""
 
     def __init__(self) -> None:
-        self._before = kernels_compiled()
+        self._before, self._left_out = kernels_compiled(), left_out()
 
     def begin(self, recorder: AttentionRecorder) -> None:
         del recorder
-        self._before = kernels_compiled()
+        self._before, self._left_out = kernels_compiled(), left_out()
 
     def finish(self, recorder: AttentionRecorder) -> Timings:
-        for remark in left_out():
+        # Of this generation alone: another model of the process may have narrow layers.
+        for remark in left_out() - self._left_out:
             recorder.note(remark)
         num_kernels, seconds = (now - before for now, before in zip(kernels_compiled(), self._before, strict=True))
         if not num_kernels:

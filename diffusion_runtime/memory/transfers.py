@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,14 +25,22 @@ class CopyToHost:
     wait: Callable[[], object] | None = None
 
 
+def pinned_if_possible(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor in pinned memory; in other memory where the system gives no more of it. Copies are slower
+    then, and the same."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(shape, dtype=dtype)
+
+
 def begin_copy_to_host(*tensors: torch.Tensor) -> CopyToHost:
     """Begin a copy behind everything computed so far. On a CUDA device it runs while more is computed, into pinned
-    memory; elsewhere it is over when this returns."""
+    memory where the system gives it; elsewhere it is over when this returns."""
     if any(tensor.device.type != "cuda" for tensor in tensors):
         return CopyToHost(tuple(tensor.cpu() for tensor in tensors))
     values = tuple(
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        for tensor in tensors
+        pinned_if_possible(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors
     )
     event = _cuda.Event()
     event.record(_cuda.current_stream(tensors[0].device))
@@ -116,11 +124,7 @@ class CudaTransfers(Transfers):
         copied.synchronize()
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
-            # Copies are slower then, and the same.
-            return torch.empty(num_bytes, dtype=torch.uint8)
+        return pinned_if_possible((num_bytes,), torch.uint8)
 
     def synchronize(self) -> None:
         _cuda.current_stream(self.device).synchronize()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class _Compiled:
 _compiled = _Compiled()
 # Several threads compile while weights are read.
 _counting = threading.Lock()
-_left_out: dict[str, None] = {}
+_left_out: Counter[str] = Counter()
 
 
 def kernels_compiled() -> tuple[int, float]:
@@ -46,13 +47,13 @@ def count_kernel(seconds: float) -> None:
 
 
 def leave_out(remark: str) -> None:
-    """Keep a remark on kernels that this process does not compile; each once."""
-    _left_out[remark] = None
+    """Count a call whose kernel this process does not compile. remark: on such calls."""
+    _left_out[remark] += 1
 
 
-def left_out() -> tuple[str, ...]:
-    """Remarks of `leave_out` so far."""
-    return tuple(_left_out)
+def left_out() -> Counter[str]:
+    """Return the calls that `leave_out` has counted so far, by remark."""
+    return _left_out.copy()
 
 
 def watch_triton() -> None:

@@ -34,7 +34,7 @@ from diffusion_runtime.tuning.fastest_result import FastestResult
 from diffusion_runtime.tuning.found import LeftOut
 from diffusion_runtime.tuning.journal import Journal
 from diffusion_runtime.tuning.plan import ROLE, Plan, Tuning
-from diffusion_runtime.tuning.time_limit import QUIET_SECONDS, TimeLimit
+from diffusion_runtime.tuning.time_limit import TimeLimit
 from diffusion_runtime.tuning.trials import Trials
 
 
@@ -89,8 +89,8 @@ def tune_fastest(
     )
     _say_plan(search, prepared, requests, left_out, reporter)
 
-    def end_process() -> None:
-        reason = f"no answer for {QUIET_SECONDS:.0f} s after the end of {minutes:g} min"
+    def end_process(quiet: float) -> None:
+        reason = f"no answer for {quiet:.0f} s after the end of {minutes:g} min"
         search.trials.keep_hang(reason)
         again = "" if journal_path is None else f"; the same command goes on from {journal_path} without this setting"
         reporter.say(f"tune: the clip under way hangs: {reason}; this process ends{again}")

@@ -127,6 +127,14 @@ def test_the_error_is_of_what_a_query_sees(layout: TokenLayout | None, more: dic
     }
 
 
+@table(("num_q", "num_k"), [(0, 5), (5, 0)])
+def test_a_call_without_queries_or_keys_has_no_error(num_q: int, num_k: int) -> None:
+    """Of a process whose slice of a short sequence is empty, and of an empty text."""
+    context = AttentionContext()
+    assert layer_of("coarse")(*tokens(num_q, num_k), context).shape == (2, num_q, 4, 16)
+    assert errors_of(context) == []
+
+
 def test_the_rows_stand_for_all_of_them() -> None:
     """Of 8-bit attention, whose error differs from row to row, within a tenth of that of the whole result."""
     q, k, v = tokens(1000, 1000, num_heads=6, head_dim=64)

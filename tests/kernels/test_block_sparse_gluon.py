@@ -62,13 +62,15 @@ def test_it_refuses_what_it_cannot_compute(
         ("3.7.1", None),
         ("3.5.1", "is written for the Gluon of triton 3.6 and 3.7, not of 3.5.1"),
         ("4.0.0", "is written for the Gluon of triton 3.6 and 3.7, not of 4.0.0"),
+        # Builds of torch's nightlies and of release candidates.
+        ("3.6.0+git9844da95", None),
+        ("3.8rc1", "is written for the Gluon of triton 3.6 and 3.7, not of 3.8rc1"),
     ],
 )
 def test_a_triton_with_another_gluon_is_passed_over(
     version: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(gluon.metadata, "version", lambda _: version)
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", version)
     gluon.package_refusal.cache_clear()
     try:
         assert gluon.package_refusal() == refused
@@ -77,6 +79,15 @@ def test_a_triton_with_another_gluon_is_passed_over(
         assert named == ("gluon" if refused is None else "triton")
         assert expected_implementation(HOPPER, torch.bfloat16, 128, form._replace(pooled_tail=True)) == "triton"
         assert expected_implementation(HOPPER, torch.bfloat16, 128, form._replace(largest_block=128)) == "triton"
+    finally:
+        gluon.package_refusal.cache_clear()
+
+
+def test_a_triton_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon, "import_failure", lambda _: "OSError: libcuda.so.1")
+    gluon.package_refusal.cache_clear()
+    try:
+        assert gluon.package_refusal() == "needs Triton: OSError: libcuda.so.1"
     finally:
         gluon.package_refusal.cache_clear()
 

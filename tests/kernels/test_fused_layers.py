@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -307,22 +308,41 @@ def test_a_narrow_layer_on_a_gpu_compiles_nothing_unless_it_is_asked_to(
     monkeypatch: pytest.MonkeyPatch, dim: int, is_eager: bool
 ) -> None:
     monkeypatch.setattr(implementation, "is_interpreted", False)
-    monkeypatch.setattr(first_use, "_left_out", {})
+    monkeypatch.setattr(first_use, "_left_out", Counter())
     monkeypatch.delenv(VARIABLE, raising=False)
+    torch.manual_seed(0)
     x, asked = torch.randn(1, 2, dim), []
     monkeypatch.setattr(norm_api.triton, "repeat", lambda call: asked.append(call) or call.x)
     gpu = x.as_subclass(OnGpu)
     torch.testing.assert_close(
-        modulated_norm(gpu, LAYER).as_subclass(torch.Tensor), F.layer_norm(x, (dim,)) if is_eager else x
+        modulated_norm(gpu, LAYER).as_subclass(torch.Tensor),
+        F.layer_norm(x, (dim,)) if is_eager else x,
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert (len(asked), len(first_use.left_out())) == ((0, 1) if is_eager else (1, 0))
     monkeypatch.setenv(VARIABLE, "triton")
     modulated_norm(gpu, LAYER)
     monkeypatch.delenv(VARIABLE)
     # A CPU compiles nothing, and says nothing.
-    monkeypatch.setattr(first_use, "_left_out", {})
+    monkeypatch.setattr(first_use, "_left_out", Counter())
     modulated_norm(x, LAYER)
-    assert (len(asked), first_use.left_out()) == (2 if is_eager else 3, ())
+    assert (len(asked), first_use.left_out()) == (2 if is_eager else 3, Counter())
+
+
+@pytest.mark.parametrize(("apply", "widest"), [(sigmoid_mul, 256), (silu_mul, 4 * 256)])
+def test_gates_of_narrow_layers_are_eager(
+    monkeypatch: pytest.MonkeyPatch, apply: Callable[..., torch.Tensor], widest: int
+) -> None:
+    """A gate of attention has a layer's width, one within its feed-forward network four times that."""
+    monkeypatch.setattr(implementation, "is_interpreted", False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    asked: list[int] = []
+    monkeypatch.setattr(activations_triton, "repeat", lambda gate, *_: asked.append(gate.shape[-1]) or gate)
+    for dim in (widest, widest + 4):
+        gate = torch.randn(1, 2, dim).as_subclass(OnGpu)
+        apply(gate, gate)
+    assert asked == [widest + 4]
 
 
 def test_what_triton_cannot_compute_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

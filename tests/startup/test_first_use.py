@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,17 @@ def test_what_triton_compiles_is_counted_and_what_it_finds_on_disk_is_not(compil
 
 
 def test_a_generation_says_what_is_not_compiled(tiny_wan_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "_left_out", {})
+    """Its own alone: another model of the process may have narrow layers."""
+    monkeypatch.setattr(first_use, "_left_out", Counter())
     pipeline = load_pipeline(str(tiny_wan_folder), device="cpu")
-    request = GenerationRequest(prompt="a star", **TINY_SIZES, num_inference_steps=1, seed=1)
-    assert not any("not compiled" in note for note in pipeline(request).attention_report.notes)
-    for _ in range(2):
-        first_use.leave_out("fused kernels: not compiled")
-    assert pipeline(request).attention_report.notes.count("fused kernels: not compiled") == 1
+    request = GenerationRequest(prompt="a star", **TINY_SIZES, num_inference_steps=2, seed=1)
+    first_use.leave_out("fused kernels: not compiled")
+    remark = lambda *_: first_use.leave_out("fused kernels: not compiled")  # noqa: E731
+    handle = pipeline.transformer.register_forward_pre_hook(remark)  # type: ignore[attr-defined]
+    first = pipeline(request)
+    handle.remove()
+    counts = [each.attention_report.notes.count("fused kernels: not compiled") for each in (first, pipeline(request))]
+    assert counts == [1, 0]
 
 
 def test_a_generation_reports_what_was_compiled_for_it_and_the_first_one_what_loading_took(

@@ -260,14 +260,28 @@ def test_a_clip_under_way_ends_with_the_search_and_a_compiler_that_fails_leaves_
 def test_a_process_without_a_sign_is_ended_after_the_minutes_alone() -> None:
     now, ended = [0.0], threading.Event()
     limit = TimeLimit(lambda: now[0])
-    with limit.ending_what_hangs(10.0, ended.set, interval=0.001, quiet=5.0):
+    with limit.ending_what_hangs(10.0, lambda _: ended.set(), interval=0.001, quiet=5.0):
         # Compiling before the end may take as long as it likes.
         now[0] = 14.0
         assert not ended.wait(0.1)
         limit.sign()
-        now[0] = 18.9
+        # Steps of 14 s each are slow, and do not hang.
+        now[0] = 14.0 + 27.9
         assert not ended.wait(0.1)
-        now[0] = 19.1
+        now[0] = 14.0 + 28.1
+        assert ended.wait(10.0)
+
+
+def test_quick_steps_are_missed_soon() -> None:
+    now, ended = [0.0], threading.Event()
+    limit = TimeLimit(lambda: now[0])
+    with limit.ending_what_hangs(1.0, lambda _: ended.set(), interval=0.001, quiet=5.0):
+        for each in (1.0, 2.0):
+            now[0] = each
+            limit.sign()
+        now[0] = 6.9
+        assert not ended.wait(0.1)
+        now[0] = 7.1
         assert ended.wait(10.0)
 
 

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.kernels.activations import triton
-from diffusion_runtime.kernels.activations.triton import PER_WIDTH
 from diffusion_runtime.kernels.implementation import has_shape_alone, leaves_eager, runs_in_triton
 
 
@@ -19,7 +18,7 @@ def silu_mul(
     gate, features: [..., dim], such as the halves of one product. Triton rounds once, the reference after each of the
     two. Raises ConfigError for shapes that differ, and when the implementation that was asked for cannot run.
     """
-    implementation = _narrowed(implementation, gate)
+    implementation = _narrowed(implementation, gate, "silu_mul")
     if implementation == "auto":
         made = triton.repeat(gate, features, "silu_mul", in_place)
         if made is not None:
@@ -36,7 +35,7 @@ def silu_mul(
 def sigmoid_mul(gate: torch.Tensor, features: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     """sigmoid(gate) * features (gated attention: Qiu et al., arXiv:2505.06708), in a new contiguous tensor. The
     arguments, and what is raised, are those of silu_mul."""
-    implementation = _narrowed(implementation, gate)
+    implementation = _narrowed(implementation, gate, "sigmoid_mul")
     if implementation == "auto":
         made = triton.repeat(gate, features, "sigmoid_mul", False)
         if made is not None:
@@ -53,7 +52,7 @@ def sigmoid_mul(gate: torch.Tensor, features: torch.Tensor, *, implementation: s
 def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     """Apply the tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415) in place. x: [..., dim], such as a part of a
     product. Raises ConfigError when the implementation that was asked for cannot run."""
-    implementation = _narrowed(implementation, x)
+    implementation = _narrowed(implementation, x, "gelu")
     if implementation == "auto" and triton.repeat(x, x, "gelu", True) is not None:
         return x
     if has_shape_alone(x):
@@ -64,9 +63,10 @@ def gelu_(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
     return result
 
 
-def _narrowed(implementation: str, x: torch.Tensor) -> str:
+def _narrowed(implementation: str, x: torch.Tensor, activation: str) -> str:
     """Return the implementation of a call, in which `auto` is the reference for a narrow layer."""
-    return "reference" if implementation == "auto" and leaves_eager(x, x.shape[-1] // PER_WIDTH) else implementation
+    is_left = implementation == "auto" and leaves_eager(x, triton.layer_width(x, activation))
+    return "reference" if is_left else implementation
 
 
 def _check_alike(name: str, gate: torch.Tensor, features: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from diffusion_runtime.kernels.launches import Launch, LaunchCache, is_expecting
 BLOCK = 2048
 NUM_WARPS = 4
 # Numbers of a feed-forward network's hidden layer per number of its layer's width: that of the embedded model has 4.
-PER_WIDTH = 4
+_PER_WIDTH = 4
 _launches = LaunchCache()
 
 
@@ -32,10 +32,16 @@ def gated(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place:
     return out
 
 
+def layer_width(x: torch.Tensor, activation: str) -> int:
+    """Return the numbers of a token in the layer of a call like x: a gate of attention has as many, an activation is
+    within the feed-forward network."""
+    return x.shape[-1] if activation == "sigmoid_mul" else x.shape[-1] // _PER_WIDTH
+
+
 def expect(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activation: str) -> torch.Tensor:
     """Return `out`; add the launch of a call on the meta device to those that are expected."""
     if (
-        is_expecting(gate, gate.shape[-1] // PER_WIDTH)
+        is_expecting(gate, layer_width(gate, activation))
         and _row_stride(gate) is not None
         and _row_stride(features) is not None
     ):

@@ -8,9 +8,8 @@ and values for 2.1 MFLOP: at the 9 TB/s that an H200's L2 cache gives, 576 TF/s 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
-from importlib import metadata
+import re
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from diffusion_runtime.kernels.block_sparse import triton
 from diffusion_runtime.kernels.block_sparse.flash4 import serves
 from diffusion_runtime.kernels.block_sparse.plan import PooledBranch, SparsePlan, add_branch
 from diffusion_runtime.kernels.block_sparse.triton import Prepared, TileShape, inputs_of
+from diffusion_runtime.startup.importing import import_failure
 
 # Queries of a program and keys of a step; keys of a chunk, and columns of its copy, as in the kernel.
 TILE = 64
@@ -38,10 +38,14 @@ _STAGES, _REGISTERS = 3, 128
 @functools.cache
 def package_refusal() -> str | None:
     """Return why the installed Triton's Gluon cannot be used, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install 'diffusion-runtime[sparse]'"
-    version = metadata.version("triton")
-    if tuple(int(part) for part in version.split(".")[:2]) not in TRITON_VERSIONS:
+    failure = import_failure("triton")
+    if failure is not None:
+        return f"needs Triton: {failure}"
+    import triton as installed
+
+    # Of the module: builds of torch install it as pytorch-triton or triton-rocm.
+    version = str(installed.__version__)
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) not in TRITON_VERSIONS:
         known = " and ".join(".".join(map(str, each)) for each in TRITON_VERSIONS)
         return f"is written for the Gluon of triton {known}, not of {version}"
     return None
