@@ -203,6 +203,7 @@ def _decoded(
     samples = numpy.frombuffer(done.stdout[: len(done.stdout) // size * size], "<f4").reshape(-1, num_channels).T
     if not samples.size or not numpy.isfinite(samples).all():
         messages = done.stderr.decode(errors="replace").strip().splitlines()
-        why = messages[-1] if messages else "it has no sound"
+        has_none = not messages or any("matches no streams" in each for each in messages)
+        why = "it has no sound" if has_none else messages[-1]
         raise RequestError(f"{named(field, path)}: is not readable as sound: {why}")
     return samples.astype(numpy.float32).clip(-1.0, 1.0)

@@ -18,8 +18,9 @@ import pytest
 from sample_media import RECIPE, make_media
 from tables import table
 
-from diffusion_runtime.errors import ConfigError, OutputError
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError
 from diffusion_runtime.media import RECIPE_SCHEMA, Audio, GeneratedMedia, read_media_file, read_recipe
+from diffusion_runtime.media.audio import check_sound
 
 RATE = 24000
 # As long as the nine frames of make_media at eight a second.
@@ -88,7 +89,10 @@ def test_a_rate_that_aac_does_not_have_is_said(tmp_path: Path, caplog: pytest.Lo
 
 def test_an_mp4_without_sound_has_no_track_for_it(tmp_path: Path) -> None:
     assert has_sound(media_with_sound().save(tmp_path / "loud.mp4"))
-    assert not has_sound(make_media().save(tmp_path / "still.mp4"))
+    silent = make_media().save(tmp_path / "still.mp4")
+    assert not has_sound(silent)
+    with pytest.raises(RequestError, match=r"audio_path: .*still.mp4: is not readable as sound: it has no sound$"):
+        check_sound(str(silent), "audio_path", 0.1)
 
 
 @table("file_format", ["gif", "webp", "npy", "png"])
