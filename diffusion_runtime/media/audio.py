@@ -189,10 +189,14 @@ def _decoded(
         raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(CONTAINERS)}")
     if seconds > MAX_SECONDS:
         raise RequestError(f"{named(field, path)}: expected at most {MAX_SECONDS:g} seconds, got {seconds:g}")
+    # AAC's first frames behind a place that is sought are lost.
+    lead = min(start, 1.0)
     command = [
         find_ffmpeg(named(field, path)), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
-        "-f", container, *(("-ss", f"{start:.6f}") if start else ()), "-i", f"file:{Path(path).resolve()}",
-        "-map", "0:a:0", "-t", f"{seconds:.6f}",
+        "-f", container, *(("-ss", f"{start - lead:.6f}") if start else ()), "-i", f"file:{Path(path).resolve()}",
+        # A sound that begins after the pictures begins with silence.
+        "-map", "0:a:0", "-af", "aresample=first_pts=0", *(("-ss", f"{lead:.6f}") if start else ()),
+        "-t", f"{seconds:.6f}",
         "-ac", str(num_channels), "-ar", str(sample_rate), "-f", "f32le", "pipe:1",
     ]  # fmt: skip
     try:
