@@ -63,8 +63,12 @@ class NormalizedGuidance:
     @lru_cache(maxsize=64)  # noqa: B019 - of values, a few in a process
     def of_role(self, role: str) -> RoleGuidance:
         """Return the guidance of the attention layers of a role."""
-        numbers = ((self.scale, SCALE), (self.tau, TAU), (self.alpha, ALPHA))
-        return RoleGuidance(*(value_of_role(value, role, otherwise) for value, otherwise in numbers), self.num_samples)
+        return RoleGuidance(
+            scale=value_of_role(self.scale, role, SCALE),
+            tau=value_of_role(self.tau, role, TAU),
+            alpha=value_of_role(self.alpha, role, ALPHA),
+            num_samples=self.num_samples,
+        )
 
 
 @dataclass(frozen=True)

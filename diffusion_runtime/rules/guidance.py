@@ -57,12 +57,12 @@ class Guidance:
     def normalized(self, num_samples: int) -> NormalizedGuidance | None:
         """Return the guidance within attention of every pass but those of the unconditional branch; None without.
         num_samples: of a pass."""
-        if not self.is_within_attention:
-            return None
         shared = self.shared
+        if shared.nag_scale is None or not self.is_within_attention:
+            return None
         tau = TAU if shared.nag_tau is None else shared.nag_tau
         alpha = ALPHA if shared.nag_alpha is None else shared.nag_alpha
-        return NormalizedGuidance(filled(shared.nag_scale), tau, alpha, num_samples)
+        return NormalizedGuidance(shared.nag_scale, tau, alpha, num_samples)
 
     @property
     def embedded(self) -> float | None:
