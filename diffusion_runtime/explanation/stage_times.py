@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
     @property
     def terms(self) -> tuple[float, float, float]:
-        """What the time of a mean pass is a sum of, with unknown factors: itself, its tokens and its pairs."""
+        """Return the terms of a mean pass's time, a sum with unknown factors: itself, its tokens and its pairs."""
         return 1.0, self.tokens / self.passes, self.pairs / self.passes
 
 
