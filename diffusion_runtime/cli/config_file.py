@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from diffusion_runtime.cli.attention_flags import overlay_attention, split_entries
 from diffusion_runtime.cli.prompts import parse_seeds
@@ -234,7 +234,9 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
             known = ", ".join(f"{each}.KEY=VALUE" for each in _SET_SECTIONS)
             raise ConfigError(f"--set: expected {known}, got {shown(setting)}")
         if section == "request":
-            request[key] = request_value(key, text)
+            value = request_value(key, text)
+            # What a flag may be given again for.
+            request[key] = [*request.get(key, ()), *value] if isinstance(value, list) else value
         elif section == "pipeline":
             keywords[key] = text
         elif section != "runtime":
@@ -256,8 +258,11 @@ def _with_settings(config: FileConfig, settings: Sequence[str]) -> FileConfig:
 
 
 def request_value(key: str, text: str) -> Any:
-    """`128` as the type that the request's field has; text that does not fit is left to the request's own check."""
+    """`128` as the type that the request's field has, `5s a blue star` as the one text of a list; text that does not
+    fit is left to the request's own check."""
     kind = request_field_types().get(key, str)
+    if get_origin(kind) is list:
+        return [text]
     if kind is str or key == "seed":
         return text
     try:

@@ -133,12 +133,16 @@ def planned_segments(description: PipelineDescription, request: GenerationReques
         {
             "segment": segment.index,
             "frames": f"{start}-{min(segment.start + segment.num_frames, segment.num_frames_of_video) - 1}",
-            "begins with": f"frames {segment.start}-{start - 1}" if start > segment.start else "",
+            "begins with": _frames_text(segment.start, start - 1) if start > segment.start else "",
             "seed": settings.seed_of_segment(segment.index),
             "prompt": prompt_at(request, start),
         }
         for segment, start in zip(settings.segments, settings.segments.starts, strict=True)
     ]
+
+
+def _frames_text(first: int, last: int) -> str:
+    return f"frame {first}" if first == last else f"frames {first}-{last}"
 
 
 def device_row(description: PipelineDescription) -> str:

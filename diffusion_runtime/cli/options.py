@@ -240,8 +240,8 @@ class OutputFlags:
         str | None,
         option(
             STREAMING,
-            "Write an mp4 that can be watched while it is made; - is standard output. For causal models; see "
-            "docs/causal_video.md.",
+            "Write an mp4 that can be watched while it is made; - is standard output. For causal models and videos "
+            "in segments; see docs/causal_video.md.",
             "--stream",
             metavar="FILE.mp4",
         ),

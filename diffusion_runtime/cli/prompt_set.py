@@ -41,7 +41,9 @@ def requests_of_set(requests: Sequence[GenerationRequest], prompt_set: str | Non
     world, count, seed = _parsed(prompt_set)
     lacks = WORLDS[world].lacks()
     if lacks is not None:
-        raise ConfigError(f"--prompt-set: {world}: clips of it cannot be judged here: {lacks}")
+        raise ConfigError(
+            f"--prompt-set: {world}: clips of it cannot be judged here: {lacks}. Use --prompt-set shapes:{count}"
+        )
     return tuple(
         dataclasses.replace(request, prompt=prompt.text, seed=prompt.seed)
         for request in requests

@@ -346,7 +346,7 @@ def _read_recipe(path: str) -> Mapping[str, Any]:
         # Imports torch, as tensors are in the same file.
         from diffusion_runtime.generation.saved_latents import read_head
 
-        recipe: Mapping[str, Any] = read_head(Path(path), "--from")[0]
+        recipe: Mapping[str, Any] = read_head(Path(path))[0]
         request = recipe.get("request")
         if isinstance(request, Mapping):
             # They are those of the whole, wherever it was left.

@@ -82,10 +82,11 @@ class SegmentPlan:
         """The sentence on how a longer video is made; None of one that is made at once."""
         if len(self) == 1:
             return None
-        shared = "blended over" if self.is_blended else "each from the last"
-        frames = f"frame{'s' * (self.overlap != 1)}"
-        behind = f"{frames} or more" if self.is_blended else "of the one before"
-        return f"made in {len(self)} segments of {self.length} frames, {shared} {self.overlap} {behind}"
+        some = f"{self.overlap} frame{'s' * (self.overlap != 1)}"
+        shared = f"blended over {some} or more"
+        if not self.is_blended:
+            shared = f"each from the last {'frame' if self.overlap == 1 else some} of the one before"
+        return f"made in {len(self)} segments of {self.length} frames, {shared}"
 
     @property
     def remarks(self) -> tuple[str, ...]:

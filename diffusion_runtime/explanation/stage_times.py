@@ -63,7 +63,7 @@ class Work(NamedTuple):
 
     @property
     def terms(self) -> tuple[float, float, float]:
-        """The parts of a mean pass whose times add up, by unknown factors: itself, its tokens and its pairs."""
+        """Return the terms of a mean pass's time, a sum with unknown factors: itself, its tokens and its pairs."""
         return 1.0, self.tokens / self.passes, self.pairs / self.passes
 
 
@@ -189,7 +189,7 @@ def how_of(recipe: Mapping[str, Any], rules: GenerationRules, request: Generatio
 
 def options_of(recipe: Mapping[str, Any], rules: GenerationRules, request: GenerationRequest) -> list[str]:
     """Return what `how_of` depends on and is not as by default, as `--set` takes it: options, and fields of a resolved
-    request that are numbers or texts."""
+    request that are numbers, texts, files or prompts of later times."""
     options = runtime_options()
     found = [
         f"runtime.{name}={value}"
@@ -198,11 +198,21 @@ def options_of(recipe: Mapping[str, Any], rules: GenerationRules, request: Gener
     ]
     for name in REQUEST_FIELDS:
         value = getattr(request, name)
-        value = ",".join(map(str, value)) if isinstance(value, tuple) and name not in INPUT_FIELDS else value
-        is_plain = isinstance(value, str | int | float) and name not in (*_ELSEWHERE, *INPUT_FIELDS)
-        if is_plain and value not in (rules.defaults.get(name), REQUEST_FIELDS[name].off):
-            found.append(f"request.{name}={value}")
+        if name in _ELSEWHERE or value in (None, rules.defaults.get(name), REQUEST_FIELDS[name].off):
+            continue
+        found += [f"request.{name}={text}" for text in _texts_of(name, value)]
     return found
+
+
+def _texts_of(name: str, value: object) -> list[str]:
+    """Return the value of a request's field as texts that `--set` takes one after the other; none for what it takes
+    none of, and for images that a benchmark makes itself."""
+    if name in INPUT_FIELDS:
+        return [value] if isinstance(value, str) else []
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return [f"{at}f {each}" if isinstance(at, int) else f"{at} {each}" for at, each in value]
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return [str(text)] if isinstance(text, str | int | float) else []
 
 
 def is_offloaded(pipeline: GenerationPipeline) -> bool:

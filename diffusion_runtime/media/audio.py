@@ -189,10 +189,14 @@ def _decoded(
         raise RequestError(f"{named(field, path)}: expected a file that ends in {', '.join(CONTAINERS)}")
     if seconds > MAX_SECONDS:
         raise RequestError(f"{named(field, path)}: expected at most {MAX_SECONDS:g} seconds, got {seconds:g}")
+    # AAC's first frames behind a place that is sought are lost.
+    lead = min(start, 1.0)
     command = [
         find_ffmpeg(named(field, path)), "-nostdin", "-v", "error", "-protocol_whitelist", "file",
-        "-f", container, *(("-ss", f"{start:.6f}") if start else ()), "-i", f"file:{Path(path).resolve()}",
-        "-map", "0:a:0", "-t", f"{seconds:.6f}",
+        "-f", container, *(("-ss", f"{start - lead:.6f}") if start else ()), "-i", f"file:{Path(path).resolve()}",
+        # A sound that begins after the pictures begins with silence.
+        "-map", "0:a:0", "-af", "aresample=first_pts=0", *(("-ss", f"{lead:.6f}") if start else ()),
+        "-t", f"{seconds:.6f}",
         "-ac", str(num_channels), "-ar", str(sample_rate), "-f", "f32le", "pipe:1",
     ]  # fmt: skip
     try:
@@ -203,6 +207,7 @@ def _decoded(
     samples = numpy.frombuffer(done.stdout[: len(done.stdout) // size * size], "<f4").reshape(-1, num_channels).T
     if not samples.size or not numpy.isfinite(samples).all():
         messages = done.stderr.decode(errors="replace").strip().splitlines()
-        why = messages[-1] if messages else "it has no sound"
+        has_none = not messages or any("matches no streams" in each for each in messages)
+        why = "it has no sound" if has_none else messages[-1]
         raise RequestError(f"{named(field, path)}: is not readable as sound: {why}")
     return samples.astype(numpy.float32).clip(-1.0, 1.0)

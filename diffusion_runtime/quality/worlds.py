@@ -110,7 +110,9 @@ def _judge_emoji(attributes: Any, frames: Tensor) -> Verdict:
 
 
 def _lacks_detector() -> str | None:
-    return None if EMOJI_DETECTOR.is_file() else f"the network of its judge is missing: expected {EMOJI_DETECTOR}"
+    if EMOJI_DETECTOR.is_file():
+        return None
+    return f"the network of its judge, which comes with its model, is missing: expected {EMOJI_DETECTOR}"
 
 
 WORLDS = {

@@ -301,7 +301,10 @@ class ByRole:
             )
         roles = [role for role, _ in value]
         if len(set(roles)) < len(roles):
-            raise RequestError(f"{name}: expected each role once, got {shown(value)}")
+            twice = next(role for role in roles if roles.count(role) > 1)
+            raise RequestError(
+                f"{name}: expected each role once, got {shown(twice)} more than once; leave all but one out"
+            )
         for role, number in value:
             self.number(f"{name}: {role}", number)
 

@@ -229,8 +229,7 @@ def _check_roles(shared: GenerationRequest, roles: Collection[str]) -> None:
         unknown = [role for role, _ in value if roles and role not in known] if isinstance(value, tuple) else []
         if unknown:
             raise RequestError(
-                f"{name}: this model has no attention role {shown(unknown[0])}, but {', '.join(known)}."
-                f"{nearest(unknown[0], known)}"
+                f"{name}: this model has no attention role {shown(unknown[0])}.{nearest(unknown[0], known)}"
             )
 
 

@@ -75,8 +75,8 @@ def check_initial(settings: BatchSettings) -> None:
         return
     if steps_left_out(request) >= settings.num_inference_steps:
         raise RequestError(
-            f"strength: {request.strength:g} of {settings.num_inference_steps} steps leaves none, and init_path as it "
-            "is; expected more than 0"
+            f"strength: with {request.strength:g} none of {settings.num_inference_steps} steps runs, and init_path "
+            "stays as it is; expected more than 0"
         )
     facts = check_clip(_FIELD, request.init_path, size, rule)
     if request.mask_path is not None:

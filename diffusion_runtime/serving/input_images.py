@@ -42,6 +42,8 @@ def check_image(field: str, content: bytes, max_pixels: int) -> str:
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(content), formats=(kind,)) as image:
                 width, height = image.size
+    except Image.DecompressionBombError as error:
+        raise RequestError(f"{field}: the image has too many pixels, at most {max_pixels} are taken") from error
     # Any exception: a decoder may raise anything on untrusted bytes.
     except Exception as error:
         raise RequestError(f"{field}: the image is damaged: {type(error).__name__}") from error

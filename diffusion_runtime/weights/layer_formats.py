@@ -24,6 +24,8 @@ from diffusion_runtime.weights.tensor_files import TensorFile, TensorHead
 from diffusion_runtime.weights.weight_files import LAYER_MARK, MAX_MARK_BYTES, QUANTIZATION_METADATA, without_prefix
 
 _WEIGHT = ".weight"
+# Kinds of tensors that are numbers in a format alone.
+_NUMBERS_IN_FORMATS = {kind for each in FORMATS.values() for kind in each.kinds} - set(FLOAT8)
 _INPUT_SCALES = (".input_scale", ".scale_input")
 # ComfyUI, in older files: that every 8-bit layer has a scale.
 _FILE_MARK = "scaled_fp8"
@@ -146,6 +148,13 @@ class _Search:
                 raise ModelLoadError(
                     f"{file.path}: {shown_name(scale)} is a scale, and {shown_name(name)} is stored as {head.kind}, "
                     "which has none"
+                )
+            elif head.kind in _NUMBERS_IN_FORMATS and name.endswith(_WEIGHT) and name not in self.unread:
+                # Its numbers as they are would be noise.
+                raise ModelLoadError(
+                    f"{file.path}: {shown_name(name)} is stored as {head.kind} without a mark that says how, which "
+                    f"other layers of the file have: expected {shown_name(name.removesuffix(_WEIGHT) + LAYER_MARK)}, "
+                    f"or the layer in metadata {QUANTIZATION_METADATA!r}; copy or download the file again"
                 )
         for weight, (file, name) in self.input_factors.items():
             if weight not in found:

@@ -7,14 +7,17 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_support import Command
+from PIL import Image
 from tables import table
 
+from diffusion_runtime.cli.config_file import read_config
 from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.explanation.expected_time import Point, expected_time, fitted, powers
-from diffusion_runtime.explanation.stage_times import Measured, StageTimes, Work, how_of, works_of
+from diffusion_runtime.explanation.stage_times import Measured, StageTimes, Work, how_of, options_of, works_of
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.request.generation_request import GenerationRequest
 
@@ -164,3 +167,27 @@ def test_commands_say_what_is_expected(
     done = command(*generate, "--json")
     assert done.json["items"][0]["expected_timings"] == planned["seconds"]
     assert "expected from figures of this machine: " in done.said
+
+
+@table(
+    "values",
+    [
+        {"num_frames": 85, "context_frames": 29, "prompt_switches": [("2s", "a blue star"), (49, "a 'red' ring")]},
+        {"num_frames": 5, "init_path": "first.png", "strength": 0.5},
+    ],
+)
+def test_the_benchmark_of_an_advice_is_of_the_same_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    """What it is told by --set, files and prompts of later times included, is what `how_of` depends on."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64)).save("first.png")
+    prepared = prepare(RuntimeConfig(device="cpu"), is_dry_run=True)
+    recipe, rules = prepared.description.to_dict(), prepared.rules
+    size = {"height": 64, "width": 64, "num_frames": values["num_frames"]}
+    request = rules.resolve(GenerationRequest("a ring", **(size | values)))
+    again = rules.resolve(
+        GenerationRequest("a ring", **size, **read_config(None, options_of(recipe, rules, request)).settings)
+    )
+    assert again.prompt_switches == request.prompt_switches
+    assert how_of(recipe, rules, again, is_offloaded=False) == how_of(recipe, rules, request, is_offloaded=False)

@@ -56,9 +56,9 @@ ATTENTION_ROWS = [
     {"backends/capability"},
     {"opaque", "opaque_plan", "fixed_state"},
     {"recorded_values"},
-    {"context", "roles", "schedule"},
+    {"context", "schedule"},
     {"handles", "forward_plans", "normalized_guidance"},
-    {"cache"},
+    {"cache", "roles"},
 ]
 ATTENTION_ROW_OF = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 

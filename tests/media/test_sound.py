@@ -16,10 +16,11 @@ import imageio_ffmpeg
 import numpy
 import pytest
 from sample_media import RECIPE, make_media
+from sound_files import write_wave
 from tables import table
 
-from diffusion_runtime.errors import ConfigError, OutputError
-from diffusion_runtime.media import RECIPE_SCHEMA, Audio, GeneratedMedia, read_media_file, read_recipe
+from diffusion_runtime.errors import ConfigError, OutputError, RequestError
+from diffusion_runtime.media import RECIPE_SCHEMA, Audio, GeneratedMedia, audio, read_media_file, read_recipe
 
 RATE = 24000
 # As long as the nine frames of make_media at eight a second.
@@ -88,7 +89,10 @@ def test_a_rate_that_aac_does_not_have_is_said(tmp_path: Path, caplog: pytest.Lo
 
 def test_an_mp4_without_sound_has_no_track_for_it(tmp_path: Path) -> None:
     assert has_sound(media_with_sound().save(tmp_path / "loud.mp4"))
-    assert not has_sound(make_media().save(tmp_path / "still.mp4"))
+    silent = make_media().save(tmp_path / "still.mp4")
+    assert not has_sound(silent)
+    with pytest.raises(RequestError, match=r"audio_path: .*still.mp4: is not readable as sound: it has no sound$"):
+        audio.check_sound(str(silent), "audio_path", 0.1)
 
 
 @table("file_format", ["gif", "webp", "npy", "png"])
@@ -230,3 +234,27 @@ def test_a_disk_that_fills_up_with_the_sound_leaves_nothing(tmp_path: Path, file
 def test_what_is_not_sound_is_refused(samples: numpy.ndarray, rate: int, told: str) -> None:
     with pytest.raises(OutputError, match=told):
         Audio(samples, rate)
+
+
+def test_a_sound_that_begins_after_the_pictures_stays_at_its_time(tmp_path: Path) -> None:
+    silent, sound = make_media().save(tmp_path / "still.mp4"), write_wave(tmp_path / "a.wav")
+    late = str(tmp_path / "late.mkv")
+    inputs = ["-i", silent, "-itsoffset", "0.5", "-i", sound, "-map", "0:v", "-map", "1:a", "-c:a", "pcm_s16le"]
+    subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *map(str, inputs), late], check=True)
+    assert audio.has_sound(late, "init_path")
+    found = audio.read_sound(late, "init_path", 1.0, 16000).samples
+    assert not found[:, :8000].any()
+    assert numpy.array_equal(found[:, 8000:], audio.read_sound(sound, "init_path", 0.5, 16000).samples)
+
+
+def test_a_part_of_a_sound_is_that_of_the_whole(tmp_path: Path) -> None:
+    """Of AAC, where the first frames behind a place are lost, and what came after them was 48 ms too early."""
+    packed = str(tmp_path / "a.m4a")
+    tone = ["-f", "lavfi", "-i", "sine=frequency=440:duration=3:sample_rate=16000"]
+    subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", *tone, packed], check=True)
+    whole = audio.read_sound(packed, "video_path", 3.0, 16000).samples
+    assert numpy.abs(whole[:, :16000]).max() > 0.05
+    for start in (0.3, 1.0, 1.7):
+        part = audio.read_long_sound(packed, "video_path", start, 0.5, 16000).samples
+        first = round(start * 16000)
+        assert numpy.abs(part - whole[:, first : first + 8000]).max() < 1e-3, start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.layers.eight_bit_linear import eight_bit_layers
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
+from diffusion_runtime.weights.weight_files import QUANTIZATION_METADATA
 from scripts.train_embedded.eight_bits import LORA, WEIGHTS, load_eight_bits, write_folder, write_lora
 
 CONFIG = Path("transformer") / "config.json"
@@ -59,6 +62,23 @@ def test_without_the_request_layers_stay_in_eight_bits(folders: tuple[Path, Path
     values["quantization_config"].pop("dequantize")
     (folder / CONFIG).write_text(json.dumps(values))
     assert eight_bit_layers(load_pipeline(str(folder), device="cpu", dtype="float32").transformer)
+
+
+@pytest.mark.parametrize("component", WEIGHTS)
+def test_a_layer_without_its_mark_never_becomes_noise(
+    folders: tuple[Path, Path], tmp_path: Path, component: str
+) -> None:
+    """Without its scale too, the numbers would be read as they are."""
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    path = folder / component / WEIGHTS[component]
+    with closing(SafetensorsFile(path)) as file:
+        metadata = dict(file.metadata)
+    tensors, marks = load_file(path), json.loads(metadata[QUANTIZATION_METADATA])
+    layer = next(iter(marks["layers"]))
+    del marks["layers"][layer], tensors[f"{layer}.weight_scale"]
+    save_file(tensors, path, metadata={**metadata, QUANTIZATION_METADATA: json.dumps(marks)})
+    with pytest.raises(ModelLoadError, match=f"{layer}.weight is stored as I8 without a mark .*{layer}.comfy_quant"):
+        load_pipeline(str(folder), device="cpu")
 
 
 def test_a_request_to_dequantise_is_true_or_false(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_what_a_request_says(shapes: Pipeline, files: Mapping[str, str], tmp_pat
     [
         ({"init_path": None}, "strength: it says how much of a picture or a video"),
         ({"init_path": None, "strength": None, "mask_path": "mask"}, "mask_path: a mask says what of a picture"),
-        ({"strength": 0.0}, "strength: 0 of 4 steps leaves none"),
+        ({"strength": 0.0}, "strength: with 0 none of 4 steps runs"),
         ({"num_frames": 29}, "init_path: .* has 22 frames, the clip 29; give a longer one, or --num-frames 21"),
         ({"width": 128}, "init_path: .* the ratio of the sides"),
         (

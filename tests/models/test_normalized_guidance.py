@@ -121,9 +121,9 @@ def test_what_a_request_says_of_it(tiny_folder_of: FolderOf, tmp_path: Path) -> 
     assert GenerationRequest(**by_role.to_dict()) == by_role
     assert not rules.settings(asked(nag_scale=(("self", 1.0),))).guidance.reads_negative
     for value, told in (
-        ("slef=5", "no attention role 'slef', but default, self. Did you mean"),
+        ("slef=5", "no attention role 'slef'. Did you mean"),
         ("self=0.5", "nag_scale: self: expected a number from 1"),
-        ("self=5,self=3", "expected each role once"),
+        ("self=5,self=3", "expected each role once, got 'self' more than once"),
         ("self", "nag_scale: expected a number"),
         ([["self"]], "or numbers by attention role such as cross=5"),
     ):

@@ -79,7 +79,7 @@ def check_segments(kind: str, ours: Pipeline, picture: str, tmp_path: Path) -> G
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SegmentPlan, "__iter__", first_draws)
         media = ours(asked)
-    assert "made in 3 segments of 9 frames, each from the last 1 of the one before" in media.attention_report.notes
+    assert "made in 3 segments of 9 frames, each from the last frame of the one before" in media.attention_report.notes
     assert media.num_frames == 25
     assert media.recipe["request"]["prompt_switches"] == [(17, PROMPTS[2])]
     first, position, sounds = picture, 0, list[Audio]()
@@ -246,8 +246,8 @@ def test_the_dry_run_plans_the_segments(
     (item,) = json.loads(capsys.readouterr().out)["items"]
     assert [(each["frames"], each["begins with"], each["prompt"]) for each in item["segments"]] == [
         ("0-8", "", PROMPTS[0]),
-        ("9-16", "frames 8-8", PROMPTS[0]),
-        ("17-24", "frames 16-16", PROMPTS[2]),
+        ("9-16", "frame 8", PROMPTS[0]),
+        ("17-24", "frame 16", PROMPTS[2]),
     ]
 
 

@@ -81,7 +81,10 @@ def test_models_without_a_world_or_a_judge_want_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(worlds, "EMOJI_DETECTOR", tmp_path / "detector.safetensors")
     assert wanted_of("emoji", "a fox") is None
     flags = without_prompts(Flags(), "emoji:3")
-    with pytest.raises(ConfigError, match=r"emoji: clips of it cannot be judged here: the network of its judge"):
+    with pytest.raises(
+        ConfigError,
+        match=r"emoji: clips of it cannot be judged here: the network of its judge.*Use --prompt-set shapes:",
+    ):
         requests_of_set([_request(flags)], "emoji:3")
 
 

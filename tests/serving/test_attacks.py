@@ -199,6 +199,15 @@ def test_images_that_programs_write_are_taken(kind: str) -> None:
         check_image("image", content.getvalue(), 600 * 400 - 1)
 
 
+def test_an_image_that_says_it_is_huge_is_not_called_damaged() -> None:
+    content = io.BytesIO()
+    Image.new("L", (1, 1)).save(content, "PNG")
+    head = content.getvalue()[12:16] + (60_000).to_bytes(4, "big") * 2 + content.getvalue()[24:29]
+    huge = content.getvalue()[:12] + head + zlib.crc32(head).to_bytes(4, "big") + content.getvalue()[33:]
+    with pytest.raises(RequestError, match="image: the image has too many pixels, at most 100 are taken"):
+        check_image("image", huge, 100)
+
+
 def test_a_long_data_url_is_in_base64() -> None:
     with pytest.raises(RequestError, match="write it in base64"):
         data_of_url("image", "data:image/png," + "%41" * 2**19)

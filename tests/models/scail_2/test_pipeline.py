@@ -205,7 +205,9 @@ def test_a_generation_equals_the_specification(folder: Path, ours: Pipeline, fil
     assert numpy.abs(media.frames / 255 - frames.numpy()).max() <= 2 / 255
     assert media.frames.std() > 5
     if len(expected) > 1:
-        assert "made in 2 segments of 9 frames, each from the last 5 of the one before" in str(media.attention_report)
+        assert "made in 2 segments of 9 frames, each from the last 5 frames of the one before" in str(
+            media.attention_report
+        )
 
 
 def test_batches_and_offloaded_parts_equal_single_runs(folder: Path, ours: Pipeline, files: dict[str, str]) -> None:

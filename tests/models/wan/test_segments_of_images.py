@@ -74,7 +74,7 @@ def test_each_segment_is_a_clip_from_the_last_frame_before(
     with monkeypatch.context() as patch:
         without_earlier_draws(patch)
         media = pipeline(request(picture, segment_seeds=(1, 7, 3), **size))
-    assert "made in 3 segments of 9 frames, each from the last 1 of the one before" in media.attention_report.notes
+    assert "made in 3 segments of 9 frames, each from the last frame of the one before" in media.attention_report.notes
     assert media.num_frames == 21
     first, position = picture, 0
     for seed in (1, 7, 3):
