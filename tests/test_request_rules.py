@@ -15,7 +15,7 @@ from diffusion_runtime.denoising.flow_schedule import ShiftByTokens
 from diffusion_runtime.denoising.scheduler_config import SchedulerConfig
 from diffusion_runtime.errors import RequestError
 from diffusion_runtime.models.sampling import Sampling
-from diffusion_runtime.request.fields import Blocks, Levels, MediaFiles, Number, OneOf, Scales, Seeds
+from diffusion_runtime.request.fields import Blocks, ByRole, Levels, MediaFiles, Number, OneOf, Scales, Seeds
 from diffusion_runtime.request.frame_conditions import FrameConditions
 from diffusion_runtime.request.generation_request import REQUEST_FIELDS
 from diffusion_runtime.request.prompt_switches import PromptSwitches, SeedSwitches
@@ -53,6 +53,8 @@ def another(name: str, value: Any) -> Any:
         return next(iter(check.settings.methods))
     if isinstance(check, Levels | Scales):
         return (1.0, 0.25)
+    if isinstance(check, ByRole):
+        check = check.number
     if isinstance(check, Number):
         return check.maximum / 2
     if isinstance(check, Blocks):

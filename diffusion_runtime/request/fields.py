@@ -277,7 +277,7 @@ class ByRole:
     named. Whether the model has a role is its rules to check. number: the values."""
 
     number: Number
-    metavar: ClassVar[str] = "X|ROLE=X,..."
+    metavar: ClassVar[str] = "X|ROLE=X"
     kind: ClassVar[type] = str
 
     def read(self, value: object) -> object:

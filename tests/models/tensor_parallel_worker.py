@@ -232,11 +232,17 @@ def _in_folder(model: Any, folder: Any) -> Any:
     return dataclasses.replace(model, weights=dataclasses.replace(model.weights, folder=folder))
 
 
+def _make_component(folder: Path) -> None:
+    """A transformer's folder whose config.json asks for nothing at load: the model's own was read elsewhere."""
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "transformer" / "config.json").write_text("{}")
+
+
 def _written(opened: StepModel, folder: Path, shapes: Shapes) -> Case:
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
         draw_weight(name, tensor)
-    (folder / "transformer").mkdir(parents=True)
+    _make_component(folder)
     write_tensors(folder / "transformer" / FILE, tensors)
     model = _in_folder(opened.model, folder)
     return Case(opened.name, model, opened.inputs(CPU, DTYPE).ours)
@@ -246,7 +252,7 @@ def _in_8_bits(case: Case, folder: Path) -> Case:
     """The same with weights that are 8-bit floats in the file, a scale per row, and stay so."""
     tensors, _ = read_tensors(case.model.folder / "transformer" / FILE, "test")
     file = comfy_mixed(tensors)
-    (folder / "transformer").mkdir(parents=True)
+    _make_component(folder)
     save_file(file.stored, folder / "transformer" / FILE, file.metadata)
     return dataclasses.replace(case, name=f"{case.name}, 8 bits in the file", model=_in_folder(case.model, folder))
 
