@@ -124,7 +124,8 @@ def test_a_generation_equals_that_of_diffusers(
     assert media.frames.std() > 5
     if len(expected) > 1:
         count, shared = len(expected), resolved.segment_overlap
-        told = f"made in {count} segments of {segment} frames, each from the last {shared} of the one before"
+        last = "frame" if shared == 1 else f"{shared} frames"
+        told = f"made in {count} segments of {segment} frames, each from the last {last} of the one before"
         assert told in str(media.attention_report)
 
 
