@@ -17,9 +17,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,14 @@ import torch
 
 from benchmarks.clip_quality import KINDS
 from benchmarks.machine import describe_machine
+from benchmarks.pairs import add_lines, read_lines, summary, write_whole
 from diffusion_runtime import AttentionConfig, AttentionSpec, GenerationRequest, Pipeline, load_pipeline
 from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.core.options import parse_pairs
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.profiling.instruments import attention_choices
-from diffusion_runtime.quality.paired_test import mcnemar
 from diffusion_runtime.quality.shapes.checker import Verdict, judge, read_segmentation
 from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt, evaluation_prompts
-from diffusion_runtime.quality.shapes.scoring import wilson
 from diffusion_runtime.quality.shapes.segmentation import segment_frames
 
 EXACT = "torch_sdpa"
@@ -65,7 +63,7 @@ class Clips:
 
 
 def numbered_prompts(kinds: Sequence[str], num_prompts: int) -> list[NumberedPrompt]:
-    """The prompts of a run, of the kinds by turns."""
+    """Return the prompts of a run, of the kinds by turns."""
     each = -(-num_prompts // len(kinds))
     of_kind = {kind: evaluation_prompts(kind, each) for kind in kinds}  # type: ignore[arg-type]
     turns = ((index, kinds[index % len(kinds)]) for index in range(num_prompts))
@@ -87,7 +85,7 @@ class PairedRun:
         }
 
     def attention(self, prompt: NumberedPrompt) -> dict[str, Any]:
-        """Who computes the calls of each backend, by a clip that counts for nothing, and the measured error."""
+        """Return who computes the calls of each backend, by a clip that counts for nothing, and the measured error."""
         found = {}
         for name, choice in self.choices.items():
             with attention_choices(self.pipeline, choice):
@@ -147,45 +145,6 @@ def batches(prompts: Sequence[NumberedPrompt], size: int, deadline: float) -> It
         took = time.perf_counter() - started
 
 
-def summary(lines: Sequence[dict[str, Any]], backend: str, kinds: Iterable[str]) -> dict[str, Any]:
-    """What the lines say of all prompts and of each kind."""
-
-    def part(of_kind: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        exact, rounded = ([bool(line["right"][name]) for line in of_kind] for name in (EXACT, backend))
-        test = mcnemar(exact, rounded)
-        return {
-            "num_prompts": len(of_kind),
-            "joint": {
-                name: dataclasses.asdict(wilson(sum(right), len(right)))
-                for name, right in ((EXACT, exact), (backend, rounded))
-            },
-            "turned_wrong": test.only_first,
-            "turned_right": test.only_second,
-            "p": test.p,
-            "latent_relative_l2": statistics.mean(line["latent_relative_l2"] for line in of_kind),
-            "psnr_db": statistics.mean(line["psnr_db"] for line in of_kind),
-        }
-
-    of_kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in kinds}
-    return {"all": part(lines), **{kind: part(of_kind) for kind, of_kind in of_kinds.items() if of_kind}}
-
-
-def read_lines(pairs: Path) -> list[dict[str, Any]]:
-    """The lines so far; one that an end has cut off is none."""
-    if not pairs.exists():
-        return []
-    *whole, rest = pairs.read_text().split("\n")
-    if rest:
-        pairs.write_text("".join(f"{line}\n" for line in whole))
-    return [json.loads(line) for line in whole]
-
-
-def write_whole(path: Path, document: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(path)
-
-
 def main() -> None:
     started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -209,7 +168,7 @@ def main() -> None:
 
     def write() -> None:
         document["seconds"] = round(time.perf_counter() - started, 1)
-        write_whole(arguments.output, {**document, **summary(lines, arguments.backend, arguments.kinds)})
+        write_whole(arguments.output, {**document, **summary(lines, arguments.kinds)})
 
     if not arguments.summarise:
         tune_cpu_allocator()
@@ -223,15 +182,14 @@ def main() -> None:
         size = arguments.batch_size or BATCH_SIZES.get(device.type, 1)
         for batch in batches(left, size, started + arguments.seconds):
             found = run.pairs(batch)
-            with arguments.pairs.open("a") as file:
-                file.write("".join(f"{json.dumps(line)}\n" for line in found))
+            add_lines(arguments.pairs, found)
             lines += found
             write()
             print(f"{len(lines)} prompts ({document['seconds']} s)", flush=True)
     if not lines:
         raise SystemExit("no prompt was made: give it more --seconds")
     write()
-    print(json.dumps(summary(lines, arguments.backend, arguments.kinds)["all"], indent=1))
+    print(json.dumps(summary(lines, arguments.kinds)["all"], indent=1))
 
 
 if __name__ == "__main__":

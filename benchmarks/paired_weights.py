@@ -14,17 +14,15 @@ backends.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks.clip_quality import KINDS, generate_clips, psnr
 from benchmarks.machine import describe_machine
+from benchmarks.pairs import add_lines, read_lines, summary, write_whole
 from diffusion_runtime import AttentionConfig, AttentionSpec, load_pipeline
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
-from diffusion_runtime.quality.shapes.scoring import wilson
 from diffusion_runtime.quality.worlds import WORLDS
 
 EXACT = "torch_sdpa"
@@ -33,7 +31,7 @@ SHIPPED, OTHER = "shipped", "other"
 
 
 def sides(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Arguments of load_pipeline by name: what is compared with, then what is compared."""
+    """Return arguments of load_pipeline by name: what is compared with, then what is compared."""
     exact = AttentionConfig(per_role={role: AttentionSpec(EXACT, {}) for role in ("self", "cross")})
     loads = {"model": arguments.model, "attention": exact, **arguments.loads}
     return {SHIPPED: loads, OTHER: {**loads, **arguments.other}}
@@ -60,34 +58,12 @@ def make_pairs(arguments: argparse.Namespace, done: set[int]) -> None:
         )
         line = {
             "index": index,
+            "kind": KINDS[index % len(KINDS)],
             "right": {first: bool(exact.verdicts[0].joint), second: bool(rounded.verdicts[0].joint)},
             "latent_relative_l2": float((rounded.latents - exact.latents).norm() / exact.latents.norm()),
             "psnr_db": psnr(rounded.frames, exact.frames),
         }
-        with arguments.pairs.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the lines say of all prompts and of each kind."""
-    first, second = lines[0]["right"]
-
-    def part(of_kind: list[dict[str, Any]]) -> dict[str, Any]:
-        right = {
-            name: dataclasses.asdict(wilson(sum(line["right"][name] for line in of_kind), len(of_kind)))
-            for name in (first, second)
-        }
-        return {
-            "num_prompts": len(of_kind),
-            "joint": right,
-            "turned_wrong": sum(line["right"][first] and not line["right"][second] for line in of_kind),
-            "turned_right": sum(line["right"][second] and not line["right"][first] for line in of_kind),
-            "latent_relative_l2": statistics.mean(line["latent_relative_l2"] for line in of_kind),
-            "psnr_db": statistics.mean(line["psnr_db"] for line in of_kind),
-        }
-
-    kinds = {kind: [line for line in lines if KINDS[line["index"] % len(KINDS)] == kind] for kind in KINDS}
-    return {"all": part(lines), **{kind: part(of_kind) for kind, of_kind in kinds.items()}}
+        add_lines(arguments.pairs, [line])
 
 
 def main() -> None:
@@ -104,9 +80,8 @@ def main() -> None:
     parser.add_argument("--summarise", action="store_true")
     arguments = parser.parse_args()
     if not arguments.summarise:
-        held = arguments.pairs.read_text().splitlines() if arguments.pairs.exists() else []
-        make_pairs(arguments, {json.loads(line)["index"] for line in held})
-    lines = [json.loads(line) for line in arguments.pairs.read_text().splitlines()]
+        make_pairs(arguments, {line["index"] for line in read_lines(arguments.pairs)})
+    lines = read_lines(arguments.pairs)
     about = {
         "schema": "diffusion_runtime.paired_weights/1",
         "machine": describe_machine("cpu"),
@@ -115,8 +90,8 @@ def main() -> None:
         "preset": arguments.preset,
         "values": arguments.values,
     }
-    document = {**about, **summary(lines)}
-    arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    document = {**about, **summary(lines, KINDS)}
+    write_whole(arguments.output, document)
     print(json.dumps(document["all"], indent=1))
 
 

@@ -1,4 +1,4 @@
-"""How often an embedded model shows what the prompt says, through the product's own pipeline.
+"""Prompt accuracy of an embedded model, through the product's own pipeline.
 
     python -m benchmarks.prompt_accuracy --device cuda --output benchmarks/results/prompt_accuracy.json
     python -m benchmarks.prompt_accuracy --model FOLDER --world emoji --num-prompts 16 --only default

@@ -1,4 +1,4 @@
-"""What a user waits for: the first command of the embedded model on a GPU, from the start of its process to its file.
+"""Seconds of the first command of the embedded model on a GPU, from the start of its process to its file.
 
     python -m benchmarks.start_gpu --only cold-warm --output start_gpu.json
     python -m benchmarks.start_gpu --num-gpus 1 2 --bytecode --output benchmarks/results/start_gpu.json

@@ -236,7 +236,7 @@ def _saver(folder: str | None, file_format: str | None, folders: ExitStack) -> t
 
 def prompt_set_option(panel: str) -> Any:
     """--prompt-set, for a panel of the help."""
-    text = "Seeded prompts with known attributes: shapes:64 or emoji:64, or shapes:64:7 for others."
+    text = "Seeded prompts with known attributes: shapes:64, or shapes:64:7 for others."
     return Annotated[str | None, _option(text, "--prompt-set", "shapes:COUNT", panel)]
 
 

@@ -109,7 +109,7 @@ def initial_remarks(settings: BatchSettings) -> Iterator[str]:
             yield from clip_remarks(field, path, size)
     if starts_from_noise(request):
         rest = "the rest of the mask alone is of it" if request.mask_path else "it is not used"
-        yield f"init_path: strength 1 begins with noise: {rest}"
+        yield f"init_path: strength {request.strength:g} begins with noise{_largest_of_use(request)}: {rest}"
         return
     level = settings.build_sampler().steps(torch.device("cpu"))[0].sigma
     given = "sigmas" if request.strength is None else f"strength {request.strength:g}"
@@ -119,6 +119,15 @@ def initial_remarks(settings: BatchSettings) -> Iterator[str]:
     )
     if settings.sampling.geometry.makes_sound:
         yield f"init_path: the sound starts from {_sound_text(request)}, at the same step as the pictures"
+
+
+def _largest_of_use(request: GenerationRequest) -> str:
+    """Return, for a strength under 1 that leaves out no step because they are few, the largest one that does."""
+    num_steps = request.num_inference_steps
+    if request.strength == 1.0 or num_steps is None or num_steps < 2:
+        return ""
+    most = math.floor(100 * (num_steps - 1) / num_steps) / 100
+    return f", as {num_steps} steps are few (give {most:g} or less)"
 
 
 def _sound_text(request: GenerationRequest) -> str:

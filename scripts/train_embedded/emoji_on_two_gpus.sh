@@ -20,8 +20,6 @@ mkdir -p "$STATE" "$OUT"
 VAE="$STATE/vae.pt" JUDGE="$STATE/detector.safetensors"
 [ -f "$VAE" ] || VAE=scripts/train_embedded/emoji_state/vae.safetensors
 [ -f "$JUDGE" ] || JUDGE=scripts/train_embedded/emoji_state/detector.safetensors
-TRANSFORMER="$STATE/transformer/transformer.pt"
-[ -f "$TRANSFORMER" ] || TRANSFORMER=scripts/train_embedded/emoji_state/transformer.safetensors
 began=$(date +%s)
 say() { echo "== $(( $(date +%s) - began )) s: $*"; }
 
@@ -97,7 +95,7 @@ case $stage in
     judge) judge ;;
     more_vae) more_vae ;;
     transformer) train "$STATE/transformer" "${MINUTES_TRANSFORMER:-9.2}" --end 4e-4 --keep-auxiliary ;;
-    continue) train "$STATE/continued" "${MINUTES_CONTINUED:-5.8}" --init "${INIT:-$TRANSFORMER}" \
+    continue) train "$STATE/continued" "${MINUTES_CONTINUED:-5.8}" --init "${INIT:-$STATE/transformer/transformer.pt}" \
         --seed 7 --peak 1e-3 --end 1e-5 --late ;;
     evaluate) evaluate "${FOLDER:-$STATE/continued}" ;;
     finish) "$0" continue && "$0" evaluate ;;

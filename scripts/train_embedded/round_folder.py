@@ -29,9 +29,9 @@ from scripts.train_embedded.export import build_scheduler, load_component
 from scripts.train_embedded.sampling import Sampler, SamplerSettings
 
 SEED = 77
-"""Of the prompts, and of streams; evaluations begin at others."""
+"""The first seed of prompts and streams; evaluations begin at others."""
 SECONDS, TWO_OBJECTS, SWITCHES = 3.0, 0.5, 0.3
-"""Of streams: their length, and the shares of those with two objects and of new prompts."""
+"""Length of a stream, and the shares of streams with two objects and with new prompts."""
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ RECORDS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""What is known of each world without a measurement."""
+"""Facts of each world that need no measurement."""
 TRANSFORMER_COLUMNS = ("step", "samples", "seconds", "lr", "error", "text_accuracy", "cell_accuracy")
 
 

@@ -1,4 +1,4 @@
-"""The error of rounded attention on a model's own q, k and v: measured recorded, bounded."""
+"""The error of rounded attention on a model's own q, k and v: measured, recorded, bounded."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def test_the_error_is_of_what_a_query_sees(layout: TokenLayout | None, more: dic
 
 @table(("num_q", "num_k"), [(0, 5), (5, 0)])
 def test_a_call_without_queries_or_keys_has_no_error(num_q: int, num_k: int) -> None:
-    """Of a process whose slice of a short sequence is empty, and of an empty text."""
+    """As of a process whose slice of a short sequence is empty, and of an empty text."""
     context = AttentionContext()
     assert layer_of("coarse")(*tokens(num_q, num_k), context).shape == (2, num_q, 4, 16)
     assert errors_of(context) == []
 
 
 def test_the_rows_stand_for_all_of_them() -> None:
-    """Of 8-bit attention, whose error differs from row to row, within a tenth of that of the whole result."""
+    """The sample of 8-bit attention, whose error differs from row to row, is within a tenth of the whole result's."""
     q, k, v = tokens(1000, 1000, num_heads=6, head_dim=64)
     layer, context = layer_of("fp8_attn", 6, 64), AttentionContext()
     out, exact = layer(q, k, v, context), attention(q, k, v, backend="reference")
@@ -238,7 +238,7 @@ def test_attention_of_a_compiled_model_is_measured(monkeypatch: pytest.MonkeyPat
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Those of a model that reads none."""
+    """The tokens of a model that reads no text."""
 
 
 class Model(nn.Module):

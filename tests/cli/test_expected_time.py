@@ -179,7 +179,7 @@ def test_commands_say_what_is_expected(
 def test_the_benchmark_of_an_advice_is_of_the_same_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
 ) -> None:
-    """What it is told by --set, files and prompts of later times included, is what `how_of` depends on."""
+    """`how_of` depends on all that --set tells it, files and prompts of later times included."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 64)).save("first.png")
     prepared = prepare(RuntimeConfig(device="cpu"), is_dry_run=True)

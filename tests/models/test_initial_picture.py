@@ -246,6 +246,10 @@ def test_what_a_request_says(shapes: Pipeline, files: Mapping[str, str], tmp_pat
     assert torch.equal(initial.noised(torch.ones(1), 0.5), torch.full((1,), 0.5))
     unused = rules.unused(rules.resolve(request_of(init_path=files["picture"], strength=1.0)))
     assert any("strength 1 begins with noise: it is not used" in each for each in unused)
+    few = rules.resolve(request_of(init_path=files["picture"], strength=0.8, num_inference_steps=4))
+    told = "init_path: strength 0.8 begins with noise, as 4 steps are few (give 0.75 or less): it is not used"
+    assert told in rules.unused(few)
+    assert rules.settings(rules.resolve(dataclasses.replace(few, strength=0.75))).num_steps == 3
 
 
 @table(

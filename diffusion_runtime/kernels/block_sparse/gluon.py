@@ -110,7 +110,7 @@ def prepare(
     branch: PooledBranch | None = None,
     packed: PackedTokens | None = None,
 ) -> Prepared:
-    """Everything that comes before the kernel; arguments as in block_sparse_gluon."""
+    """Prepare everything that the kernel needs; arguments as in block_sparse_gluon."""
     from diffusion_runtime.kernels.block_sparse import gluon_kernels as kernels
 
     batch, num_rows, num_heads, head_dim = q.shape

@@ -242,7 +242,7 @@ def prepare(
     means: BlockMeans | None = None,
     shape: TileShape | None = None,
 ) -> Prepared:
-    """Everything that comes before the kernel; arguments as in block_sparse_triton.
+    """Prepare everything that the kernels need; arguments as in block_sparse_triton.
 
     Long, because a launch names all of the kernel's arguments.
     """

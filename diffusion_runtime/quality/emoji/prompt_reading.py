@@ -6,7 +6,6 @@ The inverse of captions.py: words are matched against its tables, the longest ph
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,16 +24,13 @@ from diffusion_runtime.quality.emoji.wording import (
     VIDEO_OPENINGS,
     plural,
 )
+from diffusion_runtime.quality.phrases import Meaning, Phrases
 
 MAX_OBJECTS = 2
-_MAX_CHARACTERS = 400
-_TOKEN = re.compile(r"[a-z0-9]+|[.,;:]")
 _ARTICLES = ("a", "an", "the", "some", ".")
-# (kind, value): the meaning of a phrase.
-_Meaning = tuple[str, str]
 
 
-def _phrases() -> Iterator[tuple[str, _Meaning]]:
+def _phrases() -> Iterator[tuple[str, Meaning]]:
     """Yield phrases with their meanings; of equal phrases the last one counts."""
     tables: tuple[tuple[str, Mapping[str, Iterable[str]]], ...] = (
         ("motion", MOTIONS),
@@ -59,10 +55,8 @@ def _phrases() -> Iterator[tuple[str, _Meaning]]:
 
 
 @functools.cache
-def _table() -> tuple[Mapping[tuple[str, ...], _Meaning], int]:
-    """Return meanings by words, and the number of words of the longest phrase."""
-    found = {tuple(_TOKEN.findall(phrase)): meaning for phrase, meaning in _phrases()}
-    return found, max(map(len, found))
+def _vocabulary() -> Phrases:
+    return Phrases(dict(_phrases()))
 
 
 @dataclass
@@ -76,30 +70,11 @@ class _Object:
 def read_prompt(text: str) -> SceneAttributes | None:
     """Return what the prompt names; an attribute that it leaves out is None. None for a prompt without a thing, with
     more than MAX_OBJECTS, or with a word or word order that the captions of the training data do not have."""
-    lowered = text.lower()
-    if len(text) > _MAX_CHARACTERS or _TOKEN.sub("", lowered).strip():
-        return None
-    meanings = _meanings(_TOKEN.findall(lowered))
+    meanings = _vocabulary().read(text)
     return None if meanings is None else _scene(meanings)
 
 
-def _meanings(tokens: list[str]) -> list[_Meaning] | None:
-    table, longest = _table()
-    meanings: list[_Meaning] = []
-    at = 0
-    while at < len(tokens):
-        for length in range(min(longest, len(tokens) - at), 0, -1):
-            meaning = table.get(tuple(tokens[at : at + length]))
-            if meaning is not None:
-                meanings.append(meaning)
-                at += length
-                break
-        else:
-            return None
-    return meanings
-
-
-def _scene(meanings: list[_Meaning]) -> SceneAttributes | None:
+def _scene(meanings: list[Meaning]) -> SceneAttributes | None:
     objects: list[_Object] = []
     # The things that a motion and a place are said of: both of `two cats`, else the last one.
     group = 1

@@ -5,7 +5,7 @@ Lengths are in half-sides: the frame spans -1 to 1 in x and in y, so a radius of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from diffusion_runtime.quality.emoji.attributes import (
     held_out_motion,
 )
 from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
+from diffusion_runtime.quality.tensor_rows import TensorRows
 
 MAX_OBJECTS = 2
 RADIUS_ONE = ((0.22, 0.26), (0.33, 0.41), (0.49, 0.56))
@@ -59,7 +60,7 @@ def _constant(values: tuple[Any, ...], device: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SceneBatch:
+class SceneBatch(TensorRows):
     """A batch of B scenes as tensors on one device; slot 1 of a scene with one thing is drawn but never shown."""
 
     num_objects: Tensor
@@ -88,17 +89,6 @@ class SceneBatch:
     """[B] float32, 0 to 1: where the panorama's window begins."""
     light: Tensor
     """[B] float32 near 1: brightness of the panorama."""
-
-    def __len__(self) -> int:
-        return int(self.num_objects.shape[0])
-
-    def select(self, rows: slice | Tensor) -> SceneBatch:
-        """Return the scenes at these rows."""
-        return SceneBatch(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
-
-    def to(self, device: torch.device | str) -> SceneBatch:
-        """Return the same scenes on another device."""
-        return SceneBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def attributes(self) -> list[SceneAttributes]:
         """Describe the scenes in names, every attribute filled in."""

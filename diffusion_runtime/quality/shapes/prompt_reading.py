@@ -5,9 +5,9 @@ The inverse of captions.py: words are matched against its tables, the longest ph
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from diffusion_runtime.quality.phrases import Meaning, Phrases
 from diffusion_runtime.quality.shapes.attributes import ObjectAttributes, SceneAttributes
 from diffusion_runtime.quality.shapes.captions import (
     BACKGROUND_WORDS,
@@ -21,14 +21,11 @@ from diffusion_runtime.quality.shapes.captions import (
 )
 
 MAX_OBJECTS = 2
-_MAX_CHARACTERS = 400
-_TOKEN = re.compile(r"[a-z0-9]+|[.,;:]")
-# (kind, value): the meaning of a phrase. `any` is an object whose shape is free.
-_Meaning = tuple[str, str]
 
 
-def _phrases() -> dict[tuple[str, ...], _Meaning]:
-    found: dict[str, _Meaning] = {}
+def _phrases() -> dict[str, Meaning]:
+    """Return phrases with their meanings; the shape `any` is one that is free."""
+    found: dict[str, Meaning] = {}
     for kind, table in (
         ("background", BACKGROUND_WORDS),
         ("motion", MOTION_WORDS),
@@ -50,11 +47,10 @@ def _phrases() -> dict[tuple[str, ...], _Meaning]:
     for text in JOINTS:
         found[text.strip()] = ("nothing" if text.strip() == "," else "joint", "")
     found[", and"] = ("joint", "")
-    return {tuple(_TOKEN.findall(phrase)): meaning for phrase, meaning in found.items()}
+    return found
 
 
-_PHRASES = _phrases()
-_LONGEST = max(map(len, _PHRASES))
+_VOCABULARY = Phrases(_phrases())
 
 
 @dataclass
@@ -67,29 +63,11 @@ class _Object:
 def read_prompt(text: str) -> SceneAttributes | None:
     """Return what the prompt names; an attribute that it leaves out is None. None for a prompt without an object, with
     more than MAX_OBJECTS, or with a word or word order that the captions of the training data do not have."""
-    lowered = text.lower()
-    if len(text) > _MAX_CHARACTERS or _TOKEN.sub("", lowered).strip():
-        return None
-    meanings = _meanings(_TOKEN.findall(lowered))
+    meanings = _VOCABULARY.read(text)
     return None if meanings is None else _scene(meanings)
 
 
-def _meanings(tokens: list[str]) -> list[_Meaning] | None:
-    meanings: list[_Meaning] = []
-    at = 0
-    while at < len(tokens):
-        for length in range(min(_LONGEST, len(tokens) - at), 0, -1):
-            meaning = _PHRASES.get(tuple(tokens[at : at + length]))
-            if meaning is not None:
-                meanings.append(meaning)
-                at += length
-                break
-        else:
-            return None
-    return meanings
-
-
-def _scene(meanings: list[_Meaning]) -> SceneAttributes | None:
+def _scene(meanings: list[Meaning]) -> SceneAttributes | None:
     objects: list[_Object] = []
     background: str | None = None
     colour: str | None = None

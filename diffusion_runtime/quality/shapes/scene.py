@@ -5,7 +5,7 @@ Lengths are in half-sides: the frame spans -1 to 1 in x and in y, so a radius of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from diffusion_runtime.quality.shapes.attributes import (
     is_held_out,
 )
 from diffusion_runtime.quality.shapes.signed_distance import BOUNDING_RADIUS
+from diffusion_runtime.quality.tensor_rows import TensorRows
 
 MAX_OBJECTS = 2
 RADIUS_RANGE_ONE = (0.25, 0.35)
@@ -35,7 +36,7 @@ OBJECT_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
-class SceneBatch:
+class SceneBatch(TensorRows):
     """A batch of B scenes as tensors on one device; slot 1 of a one-object scene is drawn but never shown."""
 
     num_objects: Tensor
@@ -62,17 +63,6 @@ class SceneBatch:
     """[B, 2] float32, offset of the pattern in periods, along x and y."""
     vertical: Tensor
     """[B] bool, whether stripes and gradients vary along y instead of along x."""
-
-    def __len__(self) -> int:
-        return int(self.num_objects.shape[0])
-
-    def select(self, rows: slice | Tensor) -> SceneBatch:
-        """Return the scenes at these rows."""
-        return SceneBatch(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
-
-    def to(self, device: torch.device | str) -> SceneBatch:
-        """Return the same scenes on another device."""
-        return SceneBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def attributes(self) -> list[SceneAttributes]:
         """Describe the scenes in names, every attribute filled in."""
