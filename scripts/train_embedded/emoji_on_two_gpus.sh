@@ -9,6 +9,7 @@
 # `vae`, `judge`, `continue` and `evaluate` are the parts. Or, over several calls while the machine is held:
 #
 #   setsid nohup emoji_on_two_gpus.sh all > /tmp/all.txt 2>&1 &    # continue; then decoder on GPU 1, four steps on GPU 0
+#   ... rest                             # the same without `continue`, which ran before
 #   emoji_on_two_gpus.sh watch 560       # wait so long, or until all is done; then print how far it is
 #   emoji_on_two_gpus.sh pack transformer|rest    # into $OUT, in files of 15 MiB: cat NAME.tar.* | tar x
 #
@@ -16,7 +17,7 @@
 # STATE keeps what the next call needs, OUT gets what is worth keeping. Environment: OUT, STATE=/tmp/emoji, MINUTES and
 # SECONDS of each part, PYTHON=python3, TOY=1 for a dry run on a CPU.
 set -uo pipefail
-stage=${1:?usage: emoji_on_two_gpus.sh first|more_vae|transformer|finish|vae|judge|continue|evaluate|all|watch|pack}
+stage=${1:?usage: emoji_on_two_gpus.sh first|more_vae|transformer|finish|vae|judge|continue|evaluate|all|rest|watch|pack}
 STATE=${STATE:-/tmp/emoji} OUT=${OUT:-$STATE/out} PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor}"
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
@@ -31,7 +32,7 @@ began=$(date +%s)
 say() { echo "== $(( $(date +%s) - began )) s: $*" | tee -a "$STATE/progress.txt"; }
 # A part that hangs must not take the time of those behind it.
 limited() { local seconds=$1; shift; timeout -k 10 "$seconds" "$@"; }
-whole() { awk "BEGIN { printf \"%d\", $1 }"; }
+number() { "$PYTHON" -c "print($1)"; }
 
 vae() {
     say "VAE begins"
@@ -68,7 +69,7 @@ train() {   # FOLDER MINUTES [options]: both processes
     mkdir -p "$folder"
     say "transformer begins in $folder"
     # Minutes begin after the imports, which take a minute on a cold machine.
-    limited "$(whole "$minutes * 60 + 120")" "$PYTHON" -m torch.distributed.run --standalone \
+    limited "$(number "int($minutes * 60 + 120)")" "$PYTHON" -m torch.distributed.run --standalone \
         --nproc-per-node "${PROCESSES:-2}" -m $here.train_transformer --world emoji --vae "$VAE" --minutes "$minutes" --out "$folder" "${toy[@]}" "$@" > "$folder.txt" 2>&1
     say "transformer ended with $?"
     tail -n 3 "$folder.txt"
@@ -113,21 +114,23 @@ evaluate() {   # FOLDER
     say "evaluation ended"
 }
 
+# Seconds until the end of `all`.
 left() { echo $(( ${SECONDS_ALL:-960} - $(date +%s) + began )); }
 
 decoder() {   # GPU 1: without CUDA graphs where they fail
-    local seconds=${SECONDS_DECODER:-$(( $(left) - ${SECONDS_SHARPER:-90} - 35 ))} since left pid graph
+    local seconds=${SECONDS_DECODER:-$(( $(left) - ${SECONDS_SHARPER:-75} - 35 ))} since left pid graph
     since=$(date +%s)
     for graph in "" --no-graph; do
         left=$(( seconds - $(date +%s) + since ))
         [ "$left" -lt 20 ] && break
         say "decoder begins, $left s ${graph:-with graphs}"
-        CUDA_VISIBLE_DEVICES=1 limited $(( left + 60 )) "$PYTHON" -m $here.train_decoder --world emoji --vae "$VAE" \
+        # Not by `limited`: $! must be what passes the signal on.
+        CUDA_VISIBLE_DEVICES=1 timeout -k 10 $(( left + 60 )) "$PYTHON" -m $here.train_decoder --world emoji --vae "$VAE" \
             --seconds "$left" --peak "${PEAK_DECODER:-1e-3}" --out "$STATE/decoder" "${toy[@]}" $graph \
             > "$STATE/decoder$graph.txt" 2>&1 &
         pid=$!
         while sleep 2 && kill -0 $pid 2> /dev/null; do
-            if [ -z "$graph" ] && [ $(( $(date +%s) - since )) -gt "${SECONDS_READY:-100}" ] &&
+            if [ -z "$graph" ] && [ $(( $(date +%s) - since )) -gt "${SECONDS_READY:-150}" ] &&
                 ! grep -q '"event": "ready"' "$STATE/decoder$graph.txt"; then
                 say "decoder: no graph yet, stopped"
                 kill $pid
@@ -157,12 +160,12 @@ END
 }
 
 four_steps() {   # GPU 0: the teacher's accuracy, then its LoRA of four steps and what that is worth
-    accuracy teacher 0 "${SECONDS_TEACHER:-90}" "$STATE/model" --prompts "$clips" --kinds one_object two_objects \
+    accuracy teacher 0 "${SECONDS_TEACHER:-105}" "$STATE/model" --prompts "$clips" --kinds one_object two_objects \
         --shapes "$shape" --sweep unipc:12:2:14 unipc:12:3:14 --sheets "$STATE/sheets"
-    local guidance minutes=${MINUTES_DISTILL:-$(awk "BEGIN { print ($(left) - 20) / 60 }")}
+    local guidance minutes=${MINUTES_DISTILL:-$(number "($(left) - 20) / 60")}
     guidance=$(best_guidance "$STATE/teacher.json")
     say "distillation begins, guidance $guidance"
-    CUDA_VISIBLE_DEVICES=0 limited "$(whole "$minutes * 60 + 40")" "$PYTHON" -m $here.distill "$STATE/model" \
+    CUDA_VISIBLE_DEVICES=0 limited "$(number "int($minutes * 60 + 40)")" "$PYTHON" -m $here.distill "$STATE/model" \
         --world emoji --judge "$JUDGE" --guidance "$guidance" --sigmas 1 0.977 0.933 0.824 --minutes "$minutes" \
         --matching-from 0.4 --judge-prompts "$clips" --out "$STATE/fast" "${toy[@]}" > "$STATE/fast.txt" 2>&1
     say "distillation ended with $?"
@@ -173,7 +176,7 @@ sharper() {   # GPU 1: the decoder, then the teacher's clips through it
     decoder
     [ -f "$STATE/decoder/vae.pt" ] && VAE="$STATE/decoder/vae.pt"
     export_model "$STATE/sharper" "$STATE/continued/transformer.pt"
-    accuracy sharper 1 "${SECONDS_SHARPER:-90}" "$STATE/sharper" --prompts "$clips" \
+    accuracy sharper 1 "${SECONDS_SHARPER:-75}" "$STATE/sharper" --prompts "$clips" \
         --sweep "unipc:12:$(best_guidance "$STATE/teacher.json"):14" --shapes "$shape" "$image" "$small" \
         --sheets "$STATE/sharper_sheets"
 }
@@ -192,7 +195,12 @@ everything() {
         "$PYTHON" -c "import sys, torch, pathlib; from $here.train_transformer import initial_states
 torch.save(initial_states(pathlib.Path(sys.argv[1])), sys.argv[2])" "$INIT" "$kept"
     fi
-    export_model "$STATE/model" "$kept"
+    rest
+}
+
+rest() {
+    rm -f "$STATE/finished" "$STATE/decoder/vae.pt"
+    export_model "$STATE/model" "$STATE/continued/transformer.pt"
     sharper & four_steps & wait
     say "all done"
     touch "$STATE/finished"
@@ -212,7 +220,9 @@ pack() {   # transformer|rest
     if [ "$1" = transformer ]; then
         tar c progress.txt continued/transformer.pt continued/transformer_log.jsonl continued.txt
     else
-        tar c progress.txt ./*.txt ./*.json decoder fast sheets sharper_sheets
+        # All contact sheets would be too much.
+        tar c ./*.txt ./*.json decoder fast/*.safetensors fast/*.json* fast/*two_objects.png sheets/*.txt \
+            sharper_sheets/*.txt sharper_sheets/*object*_"$shape"_*.png
     fi 2> /dev/null | split -b 15M - "$OUT/$1.tar."
 }
 
@@ -224,6 +234,7 @@ case $stage in
     transformer) train "$STATE/transformer" "${MINUTES_TRANSFORMER:-9.2}" --end 4e-4 --keep-auxiliary ;;
     continue) continued ;;
     all) everything ;;
+    rest) rest ;;
     watch) watch "${2:-560}"; exit ;;
     pack) pack "${2:?transformer or rest}" ;;
     evaluate) evaluate "${FOLDER:-$STATE/continued}" ;;
