@@ -1,8 +1,10 @@
-"""Train the decoder on streams whose prompts change: an object whose colour is another from one frame to the next.
-
-The encoder stays as it is, and with it the latents that the transformers were trained on.
+"""Train the decoder alone: the encoder stays as it is, and with it the latents that the transformers were trained on.
 
 python -m scripts.train_embedded.train_decoder --vae diffusion_runtime/assets/shapes_causal --seconds 240 --out decoder
+python -m scripts.train_embedded.train_decoder --world emoji --vae vae.safetensors --seconds 500 --out decoder
+
+The world `shapes` is trained on streams whose prompts change: an object whose colour is another from one frame to the
+next. Another world is trained for the PSNR of its clips, from a pool and by CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,24 +24,33 @@ from scripts.shapes.long_scoring import score_streams
 from scripts.shapes.render import render_slots
 from scripts.shapes.streams import StreamBatch, StreamSettings, render_stream_slots, render_streams, sample_streams
 from scripts.train_embedded.causal_pool import first_pixel_frames
-from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate
+from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate, row_by_row
 from scripts.train_embedded.contact_sheet import save_sheet
+from scripts.train_embedded.decoder_graphs import DecoderGradients
+from scripts.train_embedded.decoder_pool import DecoderPool
 from scripts.train_embedded.export import load_vae
 from scripts.train_embedded.session import Average, Clock, Log, cosine
 from scripts.train_embedded.train_vae import (
+    DRAFT_EVERY,
+    MEASURED,
     check_reconstructions,
     clip_to_frames,
     loss_weights,
+    measure_sharpness,
     reconstruction_loss,
+    save_state,
     training_clips,
 )
 from scripts.train_embedded.vae_buckets import BUCKETS, TOY_BUCKETS, Bucket
+from scripts.train_embedded.world import SHAPES, WORLDS, World
 
 SWITCH_WEIGHTS = (0.1, 0.5, 0.25, 0.15)
 """Of motion, colour, shape and background: what a decoder can get wrong is what changes at once."""
 STREAM_SHARE = 0.6
 """Of the steps: streams; the others are clips as the VAE was trained on."""
 MIN_STREAM_FRAMES = 9
+CLIPS_DECAY = 0.999
+"""Of the average of the weights, where the decoder is trained for the PSNR of clips."""
 LOG_EVERY = 50
 """Steps."""
 
@@ -54,21 +65,25 @@ def streams_with_switches(bucket: Bucket, generator: torch.Generator) -> StreamB
 class DecoderTraining:
     """The VAE whose decoder learns; `step` is one update."""
 
-    def __init__(self, folder: Path, device: str, seed: int, *, compiled: bool = False) -> None:
+    def __init__(
+        self, path: Path, device: str, seed: int, *, compiled: bool = False, world: World = SHAPES, decay: float = 0.998
+    ) -> None:
         cuda = device == "cuda"
         torch.manual_seed(seed)
         self._device, self._generator = device, torch.Generator(device).manual_seed(seed)
-        self.module = load_vae(folder).float().to(device).requires_grad_(False)
+        self.module = load_vae(path, world).float().to(device).requires_grad_(False)
         if cuda:
             channels_last(self.module)
-        activate = torch.compile(normalise_and_activate, dynamic=True) if compiled else normalise_and_activate
+        activate = (
+            row_by_row(torch.compile(normalise_and_activate, dynamic=True)) if compiled else normalise_and_activate
+        )
         self._render_slots = torch.compile(render_slots, dynamic=True) if compiled else render_slots
         self.vae = WholeClipVae(self.module, activate)
         self.parameters = [*self.module.decoder.parameters(), *self.module.post_quant_conv.parameters()]
         for parameter in self.parameters:
             parameter.requires_grad_(True)
         self._optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
-        self.average = Average(self.parameters, decay=0.998)
+        self.average = Average(self.parameters, decay=decay)
 
     @torch.no_grad()
     def _clips(self, bucket: Bucket, *, of_streams: bool) -> tuple[Tensor, Tensor]:
@@ -80,8 +95,6 @@ class DecoderTraining:
 
     def step(self, bucket: Bucket, rate: float, *, of_streams: bool) -> Tensor:
         """One update at a learning rate; the loss."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         clip, covered = self._clips(bucket, of_streams=of_streams)
         weights = loss_weights(clip, covered)
         with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._device == "cuda"):
@@ -92,11 +105,24 @@ class DecoderTraining:
             decoded = self.vae.decode(latents)
         loss = reconstruction_loss(decoded, clip, weights)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self._optimizer.step()
+        self.apply(rate)
         self._optimizer.zero_grad(set_to_none=True)
-        self.average.update()
         return loss.detach()
+
+    def apply(self, rate: float) -> Tensor:
+        """Update weights and average by the gradients that there are, and keep these; their norm before clipping."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self._optimizer.step()
+        self.average.update()
+        return norm
+
+    def save(self, path: Path) -> None:
+        """The averaged weights as a vae.pt; the statistics of the latents are those it began with."""
+        self.average.swap()
+        save_state(self.module, path, (self.module.config.latents_mean, self.module.config.latents_std))
+        self.average.swap()
 
 
 @torch.no_grad()
@@ -131,9 +157,12 @@ def check_switches(vae: WholeClipVae, device: str, count: int, sheet: Path | Non
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vae", type=Path, required=True, metavar="FOLDER", help="exported folder to begin with")
+    parser.add_argument("--world", choices=tuple(WORLDS), default=SHAPES.name)
+    parser.add_argument("--vae", type=Path, required=True, help="exported folder, vae.pt or 8-bit file to begin with")
     parser.add_argument("--seconds", type=float, required=True, help="wall seconds, with compiling and without checks")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="gets vae/ and decoder_log.jsonl")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="gets vae/ or vae.pt, and decoder_log.jsonl"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--check", type=int, default=48, metavar="STREAMS", help="read before and after; 0: none")
@@ -141,12 +170,77 @@ def parse_arguments() -> argparse.Namespace:
         "--batch-share", type=float, default=1.0, metavar="SHARE", help="of every batch; 0.125 is enough on a CPU"
     )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which takes minutes at first")
+    parser.add_argument("--no-graph", action="store_true", help="launch every kernel of a step, of worlds but `shapes`")
     parser.add_argument("--toy", action="store_true", help="tiny clips, for a dry run on a CPU")
     return parser.parse_args()
 
 
+def sharpness(
+    vae: WholeClipVae,
+    device: str,
+    world: World,
+    log: Log,
+    event: str,
+    buckets: tuple[Bucket, ...],
+    sheets: Path | None = None,
+) -> None:
+    """Write the PSNR of seeded clips to the log, and a contact sheet per shape."""
+    # Choosing kernels for a handful of batches would take longer than they do.
+    torch.backends.cudnn.benchmark = False
+    for bucket in buckets:
+        sheet = sheets / f"decoder_{bucket.name}.png" if sheets is not None and bucket.num_frames > 1 else None
+        log.write(event=event, bucket=bucket.name, **measure_sharpness(vae, device, world, bucket, sheet))
+    torch.backends.cudnn.benchmark = True
+
+
+def train_for_clips(arguments: argparse.Namespace, world: World, device: str, log: Log) -> None:
+    """Train for the PSNR of clips by the clock; vae.pt is written every two minutes and at the end."""
+    began = time.monotonic()
+    compiled = device == "cuda" and not arguments.no_compile
+    training = DecoderTraining(arguments.vae, device, arguments.seed, compiled=compiled, world=world, decay=CLIPS_DECAY)
+    buckets = TOY_BUCKETS if arguments.toy else world.vae.decoder_buckets
+    buckets = tuple(replace(each, batch=max(1, round(each.batch * arguments.batch_share))) for each in buckets)
+    measured = (Bucket(5, 48, 32, 1.0),) if arguments.toy else MEASURED
+    plain = WholeClipVae(training.module)
+    sharpness(plain, device, world, log, "before", measured[:1])
+    captured = device == "cuda" and not arguments.no_graph
+    gradients = DecoderGradients(training.vae, training.parameters, buckets, device, captured=captured)
+    pools = {each: DecoderPool(each, training.vae, world, device, arguments.seed + n) for n, each in enumerate(buckets)}
+    for bucket, pool in pools.items():
+        pool.fill()
+        pool.draw(gradients.batches[bucket])
+        gradients.capture(bucket)
+        log.write(event="ready", bucket=bucket.name, captured=captured, seconds=time.monotonic() - began)
+    clock, random = Clock(arguments.seconds - (time.monotonic() - began)), Random(arguments.seed)
+    step, saved, since = 0, time.monotonic(), time.monotonic()
+    values: list[Tensor] = []
+    while not clock.is_over:
+        bucket = random.choices(buckets, [bucket.share for bucket in buckets])[0]
+        pools[bucket].draw(gradients.batches[bucket])
+        psnr = gradients.compute(bucket)
+        rate = cosine(clock.progress, arguments.peak, 1e-6)
+        norm = training.apply(rate)
+        step += 1
+        if bucket is buckets[0]:
+            values.append(torch.cat([psnr, norm[None]]))
+        if step % LOG_EVERY == 0:
+            psnr_now, things_now, norm_now = torch.stack(values).mean(dim=0).tolist()
+            speed = 1000 * (time.monotonic() - since) / LOG_EVERY
+            log.write(
+                step=step, seconds=clock.trained, lr=rate, psnr=psnr_now, things=things_now, norm=norm_now, ms=speed
+            )
+            values, since = [], time.monotonic()
+        if time.monotonic() - saved > DRAFT_EVERY:
+            training.save(arguments.out / "vae.pt")
+            saved = time.monotonic()
+    training.save(arguments.out / "vae.pt")
+    log.write(event="saved", step=step, seconds=clock.trained)
+    training.average.swap()
+    sharpness(plain, device, world, log, "after", measured, arguments.out)
+
+
 def main() -> None:
-    """Train by the clock, write vae/ in bfloat16, and say what reconstructions look like before and after."""
+    """Train by the clock, write the VAE, and say what reconstructions look like before and after."""
     arguments = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cudnn.benchmark = True
@@ -154,6 +248,14 @@ def main() -> None:
     torch._dynamo.config.cache_size_limit = 64
     arguments.out.mkdir(parents=True, exist_ok=True)
     log = Log(arguments.out / "decoder_log.jsonl")
+    if WORLDS[arguments.world] is SHAPES:
+        train_on_streams(arguments, device, log)
+    else:
+        train_for_clips(arguments, WORLDS[arguments.world], device, log)
+
+
+def train_on_streams(arguments: argparse.Namespace, device: str, log: Log) -> None:
+    """Train on streams and clips of `shapes` by the clock, and write vae/ in bfloat16."""
     compiled = device == "cuda" and not arguments.no_compile
     training = DecoderTraining(arguments.vae, device, arguments.seed, compiled=compiled)
     random = Random(arguments.seed)

@@ -32,6 +32,8 @@ class VaeRecipe:
     """How much more a pixel weighs on an edge of full contrast."""
     object_weight: float = 0.0
     """How much more a pixel weighs where an object is: of a moving one, most pixels are wrong at first."""
+    decoder_buckets: tuple[Bucket, ...] = ()
+    """Clips that the decoder alone is trained with, from a pool."""
 
 
 BUCKETS = (
@@ -49,6 +51,14 @@ EMOJI_BUCKETS = (
     Bucket(1, 256, 96, 0.14),
 )
 """Few shapes, since each costs compiling, and half the pixels a step: steps count for more than clips."""
+EMOJI_DECODER_BUCKETS = (Bucket(29, 256, 8, 0.8), Bucket(29, 128, 32, 0.1), Bucket(1, 256, 64, 0.1))
+"""Of a training of the decoder alone: the size that is judged, and enough of the others that they do not get worse."""
 TOY_BUCKETS = (Bucket(5, 48, 2, 0.5), Bucket(9, 32, 2, 0.5))
 SHAPES_VAE = VaeRecipe(BUCKETS, foreground_weight=10.0, edge_weight=6.0)
-EMOJI_VAE = VaeRecipe(EMOJI_BUCKETS, foreground_weight=2.0, edge_weight=3.0, object_weight=6.0)
+EMOJI_VAE = VaeRecipe(
+    EMOJI_BUCKETS,
+    foreground_weight=2.0,
+    edge_weight=3.0,
+    object_weight=6.0,
+    decoder_buckets=EMOJI_DECODER_BUCKETS,
+)
