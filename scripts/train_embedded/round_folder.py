@@ -78,6 +78,7 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--streams", action="store_true")
     kinds.add_argument("--lora", action="store_true")
+    parser.add_argument("--rotate", action="store_true", help="rows of linear layers, in groups (convrot)")
     parser.add_argument("--clips", type=int, default=24)
     parser.add_argument("--size", type=int, default=128, help="pixels a side of the clips")
     arguments = parser.parse_args()
@@ -90,7 +91,7 @@ def main() -> None:
         moments = moments_of(
             arguments.source, arguments.world, arguments.clips, arguments.size, device, streams=arguments.streams
         )
-        write_folder(arguments.source, arguments.target, moments)
+        write_folder(arguments.source, arguments.target, moments, rotates=arguments.rotate)
     size = sum(path.stat().st_size for path in arguments.target.rglob("*") if path.is_file())
     print(f"{arguments.target}: {size / 1e6:.1f} MB")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scripts.train_embedded import eight_bits
 from scripts.train_embedded.architecture import (
@@ -96,6 +97,34 @@ def test_columns_make_good_what_was_rounded_before_them() -> None:
         assert (weight.abs().amax(dim=1) / 127 - scale).abs().max() < 1e-7
         wrong.append(float((inputs @ (numbers * scale[:, None] - weight).T).norm()))
     assert wrong[1] < 0.3 * wrong[0]
+
+
+def test_layers_at_both_ends_stay_in_16_bits(tmp_path: Path) -> None:
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(2))
+    names = ["patch_embedding", "transformer.proj_out", "transformer.blocks.0.ffn"]
+    path = tmp_path / "state.safetensors"
+    save_eight_bits({f"{name}.weight": weight for name in names}, path, other=torch.bfloat16)
+    stored = load_file(path)
+    assert [stored[f"{name}.weight"].dtype for name in names] == [torch.bfloat16, torch.bfloat16, torch.int8]
+
+
+def test_rotated_rows_are_read_as_they_were_and_even_out_a_large_number(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(24, 64, generator=generator)
+    weight[:, 5] *= 20
+    inputs = torch.randn(512, 8, generator=generator) @ torch.randn(8, 64, generator=generator)
+    inputs += 0.05 * torch.randn(512, 64, generator=generator)
+    wrong: dict[tuple[bool, bool], float] = {}
+    for rotates in (False, True):
+        for watched in (False, True):
+            path = tmp_path / "state.safetensors"
+            moments = {"layer": inputs.T @ inputs} if watched else None
+            save_eight_bits({"layer.weight": weight}, path, moments=moments, rotates=rotates)
+            loaded = load_eight_bits(path)[0]["layer.weight"]
+            wrong[rotates, watched] = float((inputs @ (loaded - weight).T).norm())
+    assert wrong[True, False] < 0.5 * wrong[False, False]
+    # The moments are of rotated inputs too.
+    assert wrong[True, True] < 0.3 * wrong[True, False]
 
 
 def test_the_inputs_of_layers_are_watched_while_they_run() -> None:
