@@ -143,7 +143,8 @@ class LatentDenoiser:
             run = runs[number]
             if run.stage.note is not None:
                 self.recorder.note(run.stage.note)
-            predict = run.predict if stop is None else _LastEstimate(run.predict)
+            of_clean = functools.partial(self.transformer.estimate, inputs=run.inputs["cond"])
+            predict = run.predict if stop is None else _LastEstimate(run.predict, of_clean)
             place = run.stage.run(place, predict, self._of_clip(on_step, run.stage.size), noise, stop)
             run.cache.finish(place.latents.device)
             latents, following = place.latents.float(), runs[number + 1 : number + 2]
@@ -382,16 +383,18 @@ class LatentDenoiser:
 
 
 class _LastEstimate:
-    """A prediction that keeps what it took for the data at its last call."""
+    """A prediction that keeps what it took for the data at its last call. of_clean: the estimate, by the latents, the
+    velocity and the step."""
 
-    def __init__(self, predict: Predict) -> None:
-        self._predict = predict
+    def __init__(
+        self, predict: Predict, of_clean: Callable[[torch.Tensor, torch.Tensor, StepInfo], torch.Tensor]
+    ) -> None:
+        self._predict, self._of_clean = predict, of_clean
         self.estimate = torch.empty(0)
 
     def __call__(self, latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         velocity = self._predict(latents, step)
-        assert step.sigma is not None
-        self.estimate = latents.float() - step.sigma * velocity.float()
+        self.estimate = self._of_clean(latents.float(), velocity, step)
         return velocity
 
 
