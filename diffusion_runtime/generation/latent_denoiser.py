@@ -168,7 +168,7 @@ class LatentDenoiser:
             self.recorder.note(f"stop_after_step: {stop} of {settings.num_steps} steps were made: a preview")
             is_clean = run.stage.is_over(place) and bool(following) and following[0].stage.refines
             if isinstance(predict, _LastEstimate) and not is_clean:
-                latents = predict.estimate
+                latents = run.stage.settled(predict.estimate)
         latents = self.transformer.settle(latents, run.inputs["cond"])
         latents = settings.sampling.geometry.clip_of(latents, run.stage.size)
         check_finite(latents, self.dtype)
