@@ -141,6 +141,10 @@ class LayerDecisions:
         """Return what will serve a call at a step of a request whose keys sit as in `layout`."""
         return self._planned(current_force(), self.policy.rules_now(self._layer, step), layout).resolved
 
+    def rounding_at(self, step: StepInfo) -> Rounding | None:
+        """Return the error that calls at a step may have by design; None for none."""
+        return self._planned(current_force(), self.policy.rules_now(self._layer, step)).rounding
+
     def expected_implementation(self, step: StepInfo, form: KnownCall) -> str | None:
         """Return the implementation that the report will name for a call at `step`; None where that is found at the
         call."""
