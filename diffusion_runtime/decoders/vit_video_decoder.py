@@ -27,7 +27,7 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.layers.fp8_linear import Fp8Linear, multiply_in_fp8
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
-from diffusion_runtime.parallel.collectives import RankGroup, all_gather
+from diffusion_runtime.parallel.collectives import RankGroup, all_gather, inaccurate_alike
 from diffusion_runtime.report.attention_report import AttentionRecorder
 
 # Mean and deviation of ImageNet's pixels, which autoencoders that are trained with perceptual losses decode to.
@@ -196,7 +196,11 @@ class VitVideoDecoder(LatentDecoder):
         # As many on each, so that all send as much: the last ones of some are decoded for nothing.
         share = math.ceil(len(tiles) / ranks.size)
         own = [tiles[min(ranks.index + index * ranks.size, len(tiles) - 1)] for index in range(share)]
-        of_ranks = all_gather(ranks, torch.cat([self._network(batch, context) for batch in self._batches(own)]))
+        # The first clip of a stream is the one in which layers are measured.
+        is_measured = context.state.is_first("tiles")
+        with inaccurate_alike(ranks, self._device) if is_measured else contextlib.nullcontext():
+            decoded = torch.cat([self._network(batch, context) for batch in self._batches(own)])
+        of_ranks = all_gather(ranks, decoded)
         for index in range(len(tiles)):
             yield of_ranks[index % ranks.size][index // ranks.size]
 

@@ -12,6 +12,7 @@ import torch
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlans
+from diffusion_runtime.attention.layer_decisions import MeasuredPasses
 from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.kept_results import KeptResults
@@ -312,7 +313,8 @@ class LatentDenoiser:
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
         """Return the guidance of these settings around a prediction that reads `step.branch`, which the report names.
         inputs: of the conditional branch; wrappers: see with_guidance."""
-        guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
+        measures = MeasuredPasses(layer.decisions for layer in self.transformer.attention_layers())
+        guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh, measures)
         if guidance.note is not None:
             self.recorder.note(guidance.note)
         steps = guidance.steps
