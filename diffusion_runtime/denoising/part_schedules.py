@@ -54,7 +54,12 @@ def with_schedule_of_sound(predict: Predict, geometry: LatentGeometry, size: Cli
 
 
 def estimate_along_schedule_of_sound(
-    latents: torch.Tensor, velocity: torch.Tensor, step: StepInfo, geometry: LatentGeometry, size: ClipSize, shift: float
+    latents: torch.Tensor,
+    velocity: torch.Tensor,
+    step: StepInfo,
+    geometry: LatentGeometry,
+    size: ClipSize,
+    shift: float,
 ) -> torch.Tensor:
     """Return the clean latents, float32 or wider, that a velocity of `with_schedule_of_sound` leads to: x - tau * v of
     the sound, v being its velocity by its own levels. shift: as above."""

@@ -295,7 +295,9 @@ def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[st
     }
 
 
-def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None, layers: Sequence[AttentionLayer]) -> LibraryAttention:
+def _decoder_attention(
+    model: Model[Any, Any], tiny: TinyFile | None, layers: Sequence[AttentionLayer]
+) -> LibraryAttention:
     """Return what decodes, and by which class. layers: its attention; none where that is the class's own, which cannot
     be chosen."""
     if tiny is not None:

@@ -206,7 +206,7 @@ def gather_features(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
     return torch.cat(all_gather(group, x), dim=-1)
 
 
-# A reason that is longer is cut off: all processes send as many bytes. Of a message with two roles' names and flags, 400.
+# A reason that is longer is cut off: all processes send as many bytes.
 _MAX_BYTES = 1000
 
 

@@ -31,7 +31,13 @@ from diffusion_runtime.decoders import vit_video_decoder
 from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.vit_video_decoder import clips_of, tiles_of_axis
-from diffusion_runtime.errors import BackendInaccurateError, BackendUnavailableError, ConfigError, ModelLoadError, RequestError
+from diffusion_runtime.errors import (
+    BackendInaccurateError,
+    BackendUnavailableError,
+    ConfigError,
+    ModelLoadError,
+    RequestError,
+)
 from diffusion_runtime.layers import fp8_linear
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.memory.live_bytes import peak_bytes
@@ -325,7 +331,10 @@ def test_too_few_latents_are_refused(decoder: codec.MiniMaxH3Decoder) -> None:
 def test_the_attention_of_the_decoder_is_chosen_by_its_role(folder: ModelFolder) -> None:
     """A choice that cannot run fails before weights are read."""
     layers = codec.decoder_attention(folder, AttentionPolicy())
-    assert [(each.layer.index, each.layer.role) for each in layers] == [(0, codec.DECODER_ROLE), (1, codec.DECODER_ROLE)]
+    assert [(each.layer.index, each.layer.role) for each in layers] == [
+        (0, codec.DECODER_ROLE),
+        (1, codec.DECODER_ROLE),
+    ]
     chosen = AttentionPolicy(config=AttentionConfig(per_role={codec.DECODER_ROLE: "reference"}))
     for each in codec.decoder_attention(folder, chosen):
         assert each.backend_of(torch.empty(1, 1, HEADS, HEAD_DIM)) == "reference"

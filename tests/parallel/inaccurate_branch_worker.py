@@ -1,5 +1,5 @@
-"""Two processes that run a guidance branch each, one of which finds its attention too inaccurate; test_inaccurate_branch.py runs
-it with a model and a folder for results. Each writes how its requests ended."""
+"""Two processes that run a guidance branch each, one of which finds its attention too inaccurate. Each writes how its
+requests ended; test_inaccurate_branch.py runs it with a model and a folder for results."""
 
 from __future__ import annotations
 

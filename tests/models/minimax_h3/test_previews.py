@@ -41,7 +41,8 @@ def test_a_preview_of_an_oracle_is_the_data(
         """The velocity of each part at its own level, noise minus data."""
         level = timestep[0].double() / 1000
         found, known = geometry.parts(latents.double(), SIZE), geometry.parts(data.double(), SIZE)
-        assert found.audio is not None and known.audio is not None
+        assert found.audio is not None
+        assert known.audio is not None
         sound = (found.audio - known.audio) / shifted(level, SHIFT)
         return geometry.join((found.video - known.video) / level, sound)
 
@@ -59,11 +60,10 @@ def test_a_preview_of_an_oracle_is_the_data(
     for stop in (1, 2, 3, None):
         pipeline(dataclasses.replace(asked, stop_after_step=stop))
         of_ours, expected = geometry.parts(shown[-1], SIZE), geometry.parts(data, SIZE)
-        assert of_ours.audio is not None and expected.audio is not None
+        assert of_ours.audio is not None
+        assert expected.audio is not None
         assert relative(of_ours.video, expected.video) < 1e-5
         assert relative(of_ours.audio, expected.audio) < 1e-5
-
-
 
 
 @table(("level", "after"), [(1.0, 0.9), (0.6, 0.55), (0.3, 0.0)])
@@ -77,7 +77,9 @@ def test_an_estimate_is_the_sound_without_its_own_noise_in_float64(
     along = with_schedule_of_sound(lambda *_: velocity, geometry, SIZE, SHIFT)(latents, step)
     found = geometry.parts(estimate_along_schedule_of_sound(latents, along, step, geometry, SIZE, SHIFT), SIZE)
     at, own = geometry.parts(latents, SIZE), geometry.parts(velocity, SIZE)
-    assert found.audio is not None and at.audio is not None and own.audio is not None
+    assert found.audio is not None
+    assert at.audio is not None
+    assert own.audio is not None
     # tau = s * sigma / (1 + (s - 1) * sigma) with s a quarter.
     assert relative(found.audio, at.audio - level / (4 - 3 * level) * own.audio) < 1e-12
     assert relative(found.video, at.video - level * own.video) < 1e-12
