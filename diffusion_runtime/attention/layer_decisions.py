@@ -141,10 +141,6 @@ class LayerDecisions:
         """Return what will serve a call at a step of a request whose keys sit as in `layout`."""
         return self._planned(current_force(), self.policy.rules_now(self._layer, step), layout).resolved
 
-    def rounding_at(self, step: StepInfo) -> Rounding | None:
-        """Return the error that calls at a step may have by design; None for none."""
-        return self._planned(current_force(), self.policy.rules_now(self._layer, step)).rounding
-
     def expected_implementation(self, step: StepInfo, form: KnownCall) -> str | None:
         """Return the implementation that the report will name for a call at `step`; None where that is found at the
         call."""
@@ -301,11 +297,17 @@ class MeasuredPasses:
     def __call__(self, step: StepInfo, branches: Sequence[str]) -> bool:
         """Return whether those of a step that compute these guidance branches do. Called once for them."""
         scope = step.expert, step.window, step.chunk, step.phase, *branches
-        roundings = [(layer, layer.rounding_at(step)) for layer in self._layers]
+        roundings = [(layer, _rounding_at(layer, step)) for layer in self._layers]
         found = {(scope, id(layer), rounding.backend) for layer, rounding in roundings if rounding is not None}
         is_due = not found <= self._seen
         self._seen |= found
         return is_due
+
+
+def _rounding_at(layer: LayerDecisions, step: StepInfo) -> Rounding | None:
+    policy = layer.policy
+    hardware = policy.hardware_of(policy.torch_device)
+    return rounding_of(layer.resolved_at(step, None), dtype_name(policy.dtype), hardware)
 
 
 def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:
