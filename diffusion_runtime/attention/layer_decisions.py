@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -284,6 +284,30 @@ class LayerDecisions:
     def __getstate__(self) -> dict[str, Any]:
         # Without what calls were decided here: a copy may run on another machine, or with other backends registered.
         return self.__dict__ | {"_known": {}}
+
+
+class MeasuredPasses:
+    """Passes of a request that may measure the error of a rounded backend in some layer (attention/measured_error.py):
+    the first ones that it serves, known without looking at a tensor. layers: of the transformer."""
+
+    def __init__(self, layers: Iterable[LayerDecisions]) -> None:
+        self._layers = tuple(layers)
+        self._seen: set[Hashable] = set()
+
+    def __call__(self, step: StepInfo, branches: Sequence[str]) -> bool:
+        """Return whether those of a step that compute these guidance branches do. Called once for them."""
+        scope = step.expert, step.window, step.chunk, step.phase, *branches
+        roundings = [(layer, _rounding_at(layer, step)) for layer in self._layers]
+        found = {(scope, id(layer), rounding.backend) for layer, rounding in roundings if rounding is not None}
+        is_due = not found <= self._seen
+        self._seen |= found
+        return is_due
+
+
+def _rounding_at(layer: LayerDecisions, step: StepInfo) -> Rounding | None:
+    policy = layer.policy
+    hardware = policy.hardware_of(policy.torch_device)
+    return rounding_of(layer.resolved_at(step, None), dtype_name(policy.dtype), hardware)
 
 
 def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:

@@ -112,6 +112,11 @@ class AttentionLayer(nn.Module, ABC):
         self.decisions = LayerDecisions(self.layer, shape, policy, exchange)
 
     @property
+    def num_shares(self) -> int:
+        """Number of processes that share its heads."""
+        return self.num_heads_total // self.num_heads
+
+    @property
     def policy(self) -> AttentionPolicy:
         """The choices that it decides by."""
         return self.decisions.policy
@@ -412,9 +417,8 @@ class AttentionLayer(nn.Module, ABC):
         if served.shared:
             context.recorder.note(f"{self.layer.role}: {decision.backend} over a shared sequence: {served.shared}")
         if self.num_heads < self.num_heads_total:
-            degree = self.num_heads_total // self.num_heads
             heads = f"{self.num_heads} of {self.num_heads_total} heads on each process"
-            context.recorder.note(f"{self.layer.role}: {heads} (tensor parallel {degree})")
+            context.recorder.note(f"{self.layer.role}: {heads} (tensor parallel {self.num_shares})")
 
     @staticmethod
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.layers.spatial_parallel import SpatialParallel
 from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.parallel.collectives import RankGroup
-from diffusion_runtime.report.attention_report import LibraryAttention
+from diffusion_runtime.report.attention_report import AttentionRecorder, LibraryAttention
 from diffusion_runtime.request.generation_request import GenerationRequest
 
 
@@ -132,8 +132,13 @@ class LatentDecoder(ABC):
             raise ConfigError(f"vae_tiling: {choice}: this decoder has no tiles; leave out --vae-tiling")
         return self
 
-    def attending(self, attention: AttentionLayer) -> LatentDecoder:
-        """Return the same decoder with its attention by this layer; itself where that is a library's own."""
+    def attending(self, attention: Sequence[AttentionLayer]) -> LatentDecoder:
+        """Return the same decoder with the attention of each block by a layer; itself where that is a library's own."""
+        return self
+
+    def recording(self, recorder: AttentionRecorder) -> LatentDecoder:
+        """Return the same decoder, which records what its attention layers measure of rounded backends; itself where
+        attention is a library's own."""
         return self
 
     def with_graphs(self, graphs: DecoderGraphs) -> LatentDecoder:

@@ -18,6 +18,7 @@ from diffusion_runtime.media.audio import Audio
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.halo import band_of, gather_bands
 from diffusion_runtime.parallel.world import World
+from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
 
 
@@ -34,8 +35,14 @@ class SharedDecoder(LatentDecoder):
         self.library, self.implementation, self.chosen = description
 
     def for_request(self, request: GenerationRequest) -> LatentDecoder:
+        return self._around(None if self._decoder is None else self._decoder.for_request(request))
+
+    def recording(self, recorder: AttentionRecorder) -> LatentDecoder:
+        return self._around(None if self._decoder is None else self._decoder.recording(recorder))
+
+    def _around(self, decoder: LatentDecoder | None) -> LatentDecoder:
         other = copy.copy(self)
-        other._decoder = None if self._decoder is None else self._decoder.for_request(request)
+        other._decoder = decoder
         return other
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ arXiv:2103.17239) are float32 whatever the dtype of the products.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +87,13 @@ class VitVideoAutoencoder(nn.Module):
         self.post_quant_conv = nn.Conv3d(sizes.latent_channels, sizes.latent_channels, 1)
         self.decoder = VitDecoder(sizes)
 
-    def forward(self, latents: torch.Tensor, attention: AttentionLayer, context: AttentionContext) -> torch.Tensor:
+    def forward(
+        self, latents: torch.Tensor, attention: Sequence[AttentionLayer], context: AttentionContext
+    ) -> torch.Tensor:
         """Decode tiles of one size, [tiles, channels, frames, height, width], to [tiles, 3, frames * patch, ..] in the
         dtype of the weights.
 
-        attention: of all blocks, which it holds no weights of. context: of its calls.
+        attention: of each block, which hold no weights. context: of their calls.
         """
         weight = self.post_quant_conv.weight
         tokens = torch.nn.functional.linear(
@@ -113,7 +116,11 @@ class VitDecoder(nn.Module):
         self.proj_out = Linear(sizes.dim, 3 * sizes.patch[0] * sizes.patch[1] ** 2)
 
     def pixels(
-        self, latents: torch.Tensor, grid: tuple[int, int, int], attention: AttentionLayer, context: AttentionContext
+        self,
+        latents: torch.Tensor,
+        grid: tuple[int, int, int],
+        attention: Sequence[AttentionLayer],
+        context: AttentionContext,
     ) -> torch.Tensor:
         """Return [batch, 3, frames, height, width]. latents: [batch, tokens of the grid, channels]."""
         batch, num_latents, _ = latents.shape
@@ -122,10 +129,10 @@ class VitDecoder(nn.Module):
         x[:, :num_latents] = tokens
         x[:, num_latents:-1] = self.register_tokens
         x[:, -1] = 0.0
-        call = _Call(attention, context, rotations(self.sizes, grid, x.device), tokens.new_ones(self.sizes.head_dim))
+        call = _Call(context, rotations(self.sizes, grid, x.device), tokens.new_ones(self.sizes.head_dim))
         branch: Branch | None = None
-        for block in self.transformer_blocks:
-            branch = block(x, branch, tokens.dtype, call)
+        for block, layer in zip(self.transformer_blocks, attention, strict=True):
+            branch = block(x, branch, tokens.dtype, layer, call)
         kept = None if branch is None else Branch(branch.values[:, :num_latents], branch.gate)
         normed = _normed(x[:, :num_latents], self.norm_out.as_norm, kept, tokens.dtype)
         del x, branch, kept
@@ -143,7 +150,6 @@ class _Call:
     """Values that all blocks of a pass share. rotations: [tokens, head_dim / 2]; ones: weights of the norms of queries
     and keys."""
 
-    attention: AttentionLayer
     context: AttentionContext
     rotations: torch.Tensor
     ones: torch.Tensor
@@ -161,11 +167,13 @@ class VitBlock(nn.Module):
         self.ff = VitFeedForward(sizes.dim, sizes.hidden_factor * sizes.dim)
         self.scale2 = nn.Parameter(torch.zeros(sizes.dim))
 
-    def forward(self, x: torch.Tensor, branch: Branch | None, dtype: torch.dtype, call: _Call) -> Branch:
+    def forward(
+        self, x: torch.Tensor, branch: Branch | None, dtype: torch.dtype, attention: AttentionLayer, call: _Call
+    ) -> Branch:
         """Apply the block to x, float32, in place, but for its last branch, which is returned to be added. branch: that
         of the block before."""
         normed = _normed(x, self.norm1.as_norm, branch, dtype)
-        attended = Branch(self.attn(normed, call), self.scale1.expand(len(x), -1))
+        attended = Branch(self.attn(normed, attention, call), self.scale1.expand(len(x), -1))
         normed = _normed(x, self.norm2.as_norm, attended, dtype)
         return Branch(self.ff(normed), self.scale2.expand(len(x), -1))
 
@@ -179,14 +187,14 @@ class VitAttention(nn.Module):
         self.to_q, self.to_k, self.to_v = (Linear(sizes.dim, sizes.dim) for _ in range(3))
         self.to_out = nn.ModuleList([Linear(sizes.dim, sizes.dim)])
 
-    def forward(self, x: torch.Tensor, call: _Call) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attention: AttentionLayer, call: _Call) -> torch.Tensor:
         """[batch, tokens, dim] to a new tensor like it."""
         layers = self.to_q, self.to_k, self.to_v
         given = input_of(layers, x)
         q, k, v = (layer(given).unflatten(2, (1, self.num_heads, -1)) for layer in layers)
         (q,) = norm_rope(q, (call.ones,), self.eps, call.rotations)
         (k,) = norm_rope(k, (call.ones,), self.eps, call.rotations)
-        out: torch.Tensor = self.to_out[0](call.attention(q, k, v[:, :, 0], call.context).flatten(2))
+        out: torch.Tensor = self.to_out[0](attention(q, k, v[:, :, 0], call.context).flatten(2))
         return out
 
 

@@ -27,7 +27,8 @@ from diffusion_runtime.errors import RequestError
 from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.layers.fp8_linear import Fp8Linear, multiply_in_fp8
 from diffusion_runtime.memory.device_memory import explain_memory_shortage
-from diffusion_runtime.parallel.collectives import RankGroup, all_gather
+from diffusion_runtime.parallel.collectives import RankGroup, all_gather, inaccurate_alike
+from diffusion_runtime.report.attention_report import AttentionRecorder
 
 # Mean and deviation of ImageNet's pixels, which autoencoders that are trained with perceptual losses decode to.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -87,7 +88,7 @@ def clips_of(sizes: VitDecoderSizes, num_latents: int) -> LatentClips:
 class VitVideoDecoder(LatentDecoder):
     """Decoder on a VitVideoAutoencoder, in the dtype of its weights. Several processes share the tiles of a clip.
 
-    mean, std: of the latents by channel. attention: of its blocks. tiling: in which it decodes unless told otherwise;
+    mean, std: of the latents by channel. attention: of each block. tiling: in which it decodes unless told otherwise;
     its overlap is the least that two tiles have.
     """
 
@@ -99,7 +100,7 @@ class VitVideoDecoder(LatentDecoder):
         autoencoder: VitVideoAutoencoder,
         mean: Sequence[float],
         std: Sequence[float],
-        attention: AttentionLayer,
+        attention: Sequence[AttentionLayer],
         tiling: Tiling,
     ) -> None:
         weight = autoencoder.post_quant_conv.weight
@@ -109,13 +110,19 @@ class VitVideoDecoder(LatentDecoder):
         self._mean, self._std = (_by_channel(each, weight.device) for each in (mean, std))
         self._pixel_mean, self._pixel_std = (_by_channel(each, weight.device) for each in (IMAGENET_MEAN, IMAGENET_STD))
         self._attention = attention
+        self._recorder = AttentionRecorder()
         self._tiling = tiling
         self._set_tiles(tiling.chosen("auto"))
 
-    def attending(self, attention: AttentionLayer) -> LatentDecoder:
+    def attending(self, attention: Sequence[AttentionLayer]) -> LatentDecoder:
         other = copy.copy(self)
         other._attention = attention
         other._set_tiles(self._tiles)
+        return other
+
+    def recording(self, recorder: AttentionRecorder) -> LatentDecoder:
+        other = copy.copy(self)
+        other._recorder = recorder
         return other
 
     def in_tiles(self, choice: str) -> LatentDecoder:
@@ -143,10 +150,12 @@ class VitVideoDecoder(LatentDecoder):
             raw = torch.cat([raw, raw[:, :, -1:].expand(-1, -1, clips.num_padding, -1, -1)], dim=2)
         # Frames that the next clip has as well; its own come after.
         shared: torch.Tensor | None = None
+        # One state for all tiles: what a layer's attention loses is measured in the first of them.
+        context = AttentionContext()
         step, own, left = sizes.latents_per_clip, sizes.latents_per_clip * sizes.patch[0], clips.num_frames
         for index in range(clips.number):
             with self._decoding(latents):
-                clip = self._clip(raw[:, :, index * step : (index + 1) * step + sizes.shared_latents], ranks)
+                clip = self._clip(raw[:, :, index * step : (index + 1) * step + sizes.shared_latents], context, ranks)
                 frames = clip[:, :, sizes.num_lead_frames : own]
                 if shared is not None:
                     blend_(frames, shared, 2, shared.shape[2])
@@ -158,6 +167,7 @@ class VitVideoDecoder(LatentDecoder):
                     shared = shared.clone()
                 frames = self._as_pixels(frames[:, :, :left])
                 del clip
+            self._recorder.record_errors_of(context.recorder)
             left -= frames.shape[1]
             yield frames
 
@@ -165,25 +175,32 @@ class VitVideoDecoder(LatentDecoder):
         """Return [1, frames, height, width, 3] in [0, 1]. frames: [1, 3, frames, height, width], overwritten."""
         return frames.mul_(self._pixel_std).add_(self._pixel_mean).clamp_(0.0, 1.0).permute(0, 2, 3, 4, 1).contiguous()
 
-    def _clip(self, raw: torch.Tensor, ranks: RankGroup | None) -> torch.Tensor:
+    def _clip(self, raw: torch.Tensor, context: AttentionContext, ranks: RankGroup | None) -> torch.Tensor:
         """Decode latents [1, channels, frames, height, width] of one clip to [1, 3, frames, height, width], float32."""
         rows, columns = axes_of_tiles(raw.shape[-2:], self._tiles)
         places = [(top, left) for top in rows.starts for left in columns.starts]
         tiles = [raw[0, :, :, top : top + rows.size, left : left + columns.size] for top, left in places]
         (depth, side), (frames, height, width) = self._sizes.patch, raw.shape[-3:]
         out = torch.empty(1, 3, frames * depth, height * side, width * side, device=raw.device)
-        join_tiles(self._decoded(tiles, ranks), rows.times(side), columns.times(side), out)
+        join_tiles(self._decoded(tiles, context, ranks), rows.times(side), columns.times(side), out)
         return out
 
-    def _decoded(self, tiles: Sequence[torch.Tensor], ranks: RankGroup | None) -> Iterator[torch.Tensor]:
+    def _decoded(
+        self, tiles: Sequence[torch.Tensor], context: AttentionContext, ranks: RankGroup | None
+    ) -> Iterator[torch.Tensor]:
         """Yield the frames of all tiles in their order, [3, frames, height, width]."""
         if ranks is None:
-            yield from itertools.chain.from_iterable(map(self._network, self._batches(tiles)))
+            for batch in self._batches(tiles):
+                yield from self._network(batch, context)
             return
         # As many on each, so that all send as much: the last ones of some are decoded for nothing.
         share = math.ceil(len(tiles) / ranks.size)
         own = [tiles[min(ranks.index + index * ranks.size, len(tiles) - 1)] for index in range(share)]
-        of_ranks = all_gather(ranks, torch.cat([self._network(batch) for batch in self._batches(own)]))
+        # The first clip of a stream is the one in which layers are measured.
+        is_measured = context.state.is_first("tiles")
+        with inaccurate_alike(ranks, self._device) if is_measured else contextlib.nullcontext():
+            decoded = torch.cat([self._network(batch, context) for batch in self._batches(own)])
+        of_ranks = all_gather(ranks, decoded)
         for index in range(len(tiles)):
             yield of_ranks[index % ranks.size][index // ranks.size]
 
@@ -193,8 +210,8 @@ class VitVideoDecoder(LatentDecoder):
         for start in range(0, len(tiles), size):
             yield torch.stack(list(tiles[start : start + size]))
 
-    def _network(self, batch: torch.Tensor) -> torch.Tensor:
-        frames: torch.Tensor = self._autoencoder(batch, self._attention, AttentionContext())
+    def _network(self, batch: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        frames: torch.Tensor = self._autoencoder(batch, self._attention, context)
         return frames
 
     @contextlib.contextmanager
@@ -209,12 +226,13 @@ class VitVideoDecoder(LatentDecoder):
 
     def _set_tiles(self, tiles: Tiling | None) -> None:
         self._tiles = tiles
-        self.chosen = f"role {self._attention.layer.role}"
+        self.chosen = f"role {self._attention[0].layer.role}"
         how = "" if tiles is None else f", in {tiles.text.partition(',')[0]} or more"
         q = torch.empty(1, 1, self._sizes.num_heads, self._sizes.head_dim, dtype=self._dtype, device=self._device)
         blocks = self._autoencoder.decoder.transformer_blocks
         products = ", fp8 products" if any(isinstance(layer, Fp8Linear) for layer in blocks.modules()) else ""
-        self.implementation = f"{self._autoencoder.class_name}, {self._attention.backend_of(q)}{products}{how}"
+        backends = " and ".join(dict.fromkeys(layer.backend_of(q) for layer in self._attention))
+        self.implementation = f"{self._autoencoder.class_name}, {backends}{products}{how}"
 
 
 def batch_size(autoencoder: VitVideoAutoencoder, num_tiles: int, grid: tuple[int, ...], dtype: torch.dtype) -> int:

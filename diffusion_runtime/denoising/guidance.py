@@ -128,7 +128,8 @@ def _from_first_group(
     """Return the velocities, all computed by the first group of processes: the other one has no keys of the conditional
     branch."""
     is_first = branches.branch == "cond"
-    own = [of_branch(latents, step, branch) if is_first else torch.zeros_like(latents).float() for branch in wanted]
+    with branches.ending_alike(step, wanted, latents.device):
+        own = [of_branch(latents, step, each) if is_first else torch.zeros_like(latents).float() for each in wanted]
     first, _ = branches.exchange(torch.stack(own))
     return dict(zip(wanted, first, strict=True))
 
@@ -147,6 +148,7 @@ def _exchanged(
             continue
         mine = pair[0] if branches.branch == "cond" else pair[1]
         # Also where one of them is wanted: the other group waits for it.
-        velocity = of_branch(latents, step, mine) if mine in wanted else torch.zeros_like(latents).float()
+        with branches.ending_alike(step, [each for each in pair if each in wanted], latents.device):
+            velocity = of_branch(latents, step, mine) if mine in wanted else torch.zeros_like(latents).float()
         found.update(zip(pair, branches.exchange(velocity), strict=True))
     return {branch: found[branch] for branch in wanted}

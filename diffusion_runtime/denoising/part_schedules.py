@@ -48,15 +48,31 @@ def with_schedule_of_sound(predict: Predict, geometry: LatentGeometry, size: Cli
     part by its own levels. shift: from the pictures' levels to the sound's."""
 
     def of_parts(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
-        velocity = predict(latents, step)
-        assert step.sigma is not None
-        after = (step.next_timestep or 0.0) / _TRAINED_TIMESTEPS
-        width = shifted(step.sigma, shift) - shifted(after, shift)
-        parts = geometry.parts(velocity, size)
-        assert parts.audio is not None
-        return geometry.join(parts.video, parts.audio * (width / (step.sigma - after)))
+        return with_scaled_sound(predict(latents, step), geometry, size, _pace_of_sound(step, shift))
 
     return of_parts
+
+
+def estimate_along_schedule_of_sound(
+    latents: torch.Tensor,
+    velocity: torch.Tensor,
+    step: StepInfo,
+    geometry: LatentGeometry,
+    size: ClipSize,
+    shift: float,
+) -> torch.Tensor:
+    """Return the clean latents, float32 or wider, that a velocity of `with_schedule_of_sound` leads to: x - tau * v of
+    the sound, v being its velocity by its own levels. shift: as above."""
+    assert step.sigma is not None
+    factor = shifted(step.sigma, shift) / (step.sigma * _pace_of_sound(step, shift))
+    return latents - step.sigma * with_scaled_sound(velocity.to(latents.dtype), geometry, size, factor)
+
+
+def _pace_of_sound(step: StepInfo, shift: float) -> float:
+    """Return the width of a step between the sound's levels over that between the pictures'."""
+    assert step.sigma is not None
+    after = (step.next_timestep or 0.0) / _TRAINED_TIMESTEPS
+    return (shifted(step.sigma, shift) - shifted(after, shift)) / (step.sigma - after)
 
 
 def with_carried_sound(predict: Predict, geometry: LatentGeometry, size: ClipSize, shift: float) -> Predict:
@@ -84,8 +100,8 @@ def carries_sound(request: GenerationRequest) -> bool:
 
 
 def with_scaled_sound(latents: torch.Tensor, geometry: LatentGeometry, size: ClipSize, factor: float) -> torch.Tensor:
-    """Return clean latents with their sound times a factor. A sound that was carried, times `shift`, is as decoders
-    take it."""
+    """Return latents, or a velocity, with their sound times a factor. A clean sound that was carried, times `shift`, is
+    as decoders take it."""
     parts = geometry.parts(latents, size)
     assert parts.audio is not None
     return geometry.join(parts.video, parts.audio * factor)

@@ -58,6 +58,10 @@ class DenoisingStage(ABC):
         """Return the latents that the first step is given. latents: initial ones, or those of the stage before."""
         return latents
 
+    def settled(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return clean latents with what a mask keeps as it was given."""
+        return latents
+
     @abstractmethod
     def start(self, latents: torch.Tensor) -> SamplerState:
         """Return the place before the first step. latents: of `begin`."""
@@ -110,7 +114,10 @@ class PlainStage(DenoisingStage):
         place = self.sampler.run(state, self._started.kept(predict), on_step, noise.draw, end)
         if not self.is_over(place):
             return place
-        return dataclasses.replace(place, latents=self._started.settled(place.latents))
+        return dataclasses.replace(place, latents=self.settled(place.latents))
+
+    def settled(self, latents: torch.Tensor) -> torch.Tensor:
+        return latents if self._started is None else self._started.settled(latents)
 
     @cached_property
     def _started(self) -> InitialLatents | None:

@@ -49,7 +49,7 @@ def decode_clip(
     parts = geometry.parts(latents, settings.size if size is None else size)
     # A file of a clip with sound begins with the sound, which is not there yet.
     sink = open_sink if parts.audio is None else None
-    stream = without_first(decoder.stream(parts.video), geometry.num_frames_before)
+    stream = without_first(decoder.recording(recorder).stream(parts.video), geometry.num_frames_before)
     stream = interpolated(stream, settings, interpolator)
     frames = decode_frames(stream, written_rate(settings), recipe, sink)
     # Afterwards: a decoder may find that its kernels are not to be used here.

@@ -12,6 +12,7 @@ import torch
 from diffusion_runtime.attention.cache.frame_cache import FrameCache
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlans
+from diffusion_runtime.attention.layer_decisions import MeasuredPasses
 from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.core.block_stack import BlockRunner
 from diffusion_runtime.core.kept_results import KeptResults
@@ -143,7 +144,8 @@ class LatentDenoiser:
             run = runs[number]
             if run.stage.note is not None:
                 self.recorder.note(run.stage.note)
-            predict = run.predict if stop is None else _LastEstimate(run.predict)
+            of_clean = functools.partial(self.transformer.estimate, inputs=run.inputs["cond"])
+            predict = run.predict if stop is None else _LastEstimate(run.predict, of_clean)
             place = run.stage.run(place, predict, self._of_clip(on_step, run.stage.size), noise, stop)
             run.cache.finish(place.latents.device)
             latents, following = place.latents.float(), runs[number + 1 : number + 2]
@@ -167,7 +169,7 @@ class LatentDenoiser:
             self.recorder.note(f"stop_after_step: {stop} of {settings.num_steps} steps were made: a preview")
             is_clean = run.stage.is_over(place) and bool(following) and following[0].stage.refines
             if isinstance(predict, _LastEstimate) and not is_clean:
-                latents = predict.estimate
+                latents = run.stage.settled(predict.estimate)
         latents = self.transformer.settle(latents, run.inputs["cond"])
         latents = settings.sampling.geometry.clip_of(latents, run.stage.size)
         check_finite(latents, self.dtype)
@@ -311,7 +313,8 @@ class LatentDenoiser:
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
         """Return the guidance of these settings around a prediction that reads `step.branch`, which the report names.
         inputs: of the conditional branch; wrappers: see with_guidance."""
-        guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh)
+        measures = MeasuredPasses(layer.decisions for layer in self.transformer.attention_layers())
+        guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh, measures)
         if guidance.note is not None:
             self.recorder.note(guidance.note)
         steps = guidance.steps
@@ -382,16 +385,18 @@ class LatentDenoiser:
 
 
 class _LastEstimate:
-    """A prediction that keeps what it took for the data at its last call."""
+    """A prediction that keeps what it took for the data at its last call. of_clean: the estimate, by the latents, the
+    velocity and the step."""
 
-    def __init__(self, predict: Predict) -> None:
-        self._predict = predict
+    def __init__(
+        self, predict: Predict, of_clean: Callable[[torch.Tensor, torch.Tensor, StepInfo], torch.Tensor]
+    ) -> None:
+        self._predict, self._of_clean = predict, of_clean
         self.estimate = torch.empty(0)
 
     def __call__(self, latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
         velocity = self._predict(latents, step)
-        assert step.sigma is not None
-        self.estimate = latents.float() - step.sigma * velocity.float()
+        self.estimate = self._of_clean(latents.float(), velocity, step)
         return velocity
 
 

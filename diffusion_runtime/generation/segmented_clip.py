@@ -140,7 +140,8 @@ class SegmentedClip:
                 # Noise that a decoder adds is of the segment's seed.
                 decoder = decoder.for_request(run.batch[0])
             parts = geometry.parts(made, run.settings.size)
-            yield from without_first(decoder.stream(parts.video), geometry.num_frames_before).chunks
+            stream = decoder.recording(recorder).stream(parts.video)
+            yield from without_first(stream, geometry.num_frames_before).chunks
             sound = None if parts.audio is None else decoder.decode_audio(parts.audio)
             if sound is not None:
                 self.sounds.append(sound)

@@ -35,8 +35,9 @@ def _setting() -> str:
 
 
 def is_narrow(width: int) -> bool:
-    """Return True if a layer is too narrow to repay compiling a kernel on a GPU. width: of its tokens. Raises
-    ConfigError as fusion_is_on does."""
+    """Return True if a layer is too narrow to repay compiling a kernel on a GPU. width: of its tokens in the
+    whole layer, so that the choice is the same however many processes share it. Raises ConfigError as fusion_is_on
+    does."""
     if width > NARROW or torch.compiler.is_dynamo_compiling() or is_interpreted:
         return False
     return _setting() != "triton"

@@ -75,7 +75,7 @@ class JointAttention(nn.Module):
         joint = streams[0].new_empty(3, batch, sum(lengths), *heads).movedim(0, 2)
         places, turns = torch.split(joint, lengths, dim=1), torch.split(rotations, lengths)
         for packed, pair, turn, place in zip(streams, norms, turns, places, strict=True):
-            norm_and_rotate(packed, pair, turn, out=place)
+            norm_and_rotate(packed, pair, turn, out=place, num_shares=self.attention.num_shares)
         attended = self.attention(*joint.unbind(2), context).flatten(2)
         attended_grid, attended_text = attended.split(lengths, dim=1)
         return self.out(attended_grid), self.text_out(attended_text)
@@ -83,7 +83,8 @@ class JointAttention(nn.Module):
     def heads_of_grid(self, x: LinearInput, rotations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v of tokens of the grid's weights without a text, [B, S, heads, head_dim] each. rotations: [S,
         head_dim / 2], complex."""
-        q, k, v = norm_and_rotate(self._heads(self.qkv(x)), (self.norm_q, self.norm_k), rotations)
+        packed, norms = self._heads(self.qkv(x)), (self.norm_q, self.norm_k)
+        q, k, v = norm_and_rotate(packed, norms, rotations, num_shares=self.attention.num_shares)
         return q, k, v
 
     def _heads(self, qkv: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,11 @@ class Linear(nn.Linear):
 
     share: WeightShare | None = None
 
+    @property
+    def num_shares(self) -> int:
+        """Number of processes that share the weight."""
+        return 1 if self.share is None else self.share.group.size
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         return self._complete(self.product(x))
@@ -108,7 +113,7 @@ class Linear(nn.Linear):
 
     def product_after_silu(self, gate: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """`forward_after_silu` of this process's part."""
-        return self.product(silu_mul(gate, features))
+        return self.product(silu_mul(gate, features, num_shares=self.num_shares))
 
     def forward_joined(
         self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
@@ -121,7 +126,10 @@ class Linear(nn.Linear):
         self, first: torch.Tensor, second: torch.Tensor, features: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`forward_joined` of this process's part."""
-        second = F.gelu(second, approximate="tanh") if features is None else silu_mul(second, features)
+        if features is None:
+            second = F.gelu(second, approximate="tanh")
+        else:
+            second = silu_mul(second, features, num_shares=self.num_shares)
         return self.product(torch.cat([first, second], dim=-1))
 
     def forward_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
@@ -130,7 +138,7 @@ class Linear(nn.Linear):
 
     def product_gelu_of_last(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """`forward_gelu_of_last` of this process's part."""
-        gelu_(x[..., start:])
+        gelu_(x[..., start:], num_shares=self.num_shares)
         return self.product(x)
 
     def forward_gelu_from(self, x: torch.Tensor, start: int) -> torch.Tensor:
@@ -141,7 +149,7 @@ class Linear(nn.Linear):
             # Every view costs the host a microsecond.
             weight, bias = weight[start:], None if bias is None else bias[start:]
         if bias is None:
-            return gelu_(F.linear(x, weight))
+            return gelu_(F.linear(x, weight), num_shares=self.num_shares)
         # cuBLASLt computes the GELU, whose only form there is the tanh one, while it writes the product: apart it reads
         # and writes the widest tensor of a block once more.
         out: torch.Tensor = torch.ops.aten._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)

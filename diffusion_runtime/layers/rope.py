@@ -122,6 +122,7 @@ def norm_and_rotate(
     rotations: torch.Tensor | None,
     *,
     out: torch.Tensor | None = None,
+    num_shares: int = 1,
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v [batch, seq, heads, head_dim] of one product [batch, seq, 3, heads, head_dim], which is overwritten:
     q and k normalised and rotated; or the parts of another product, of which the first have norms.
@@ -129,18 +130,19 @@ def norm_and_rotate(
     norms: of a head each, or of all heads together. rotations: [seq, head_dim / 2], also by sample or by head; None for
     none; see kernels/qk_norm_rope/api.py. out: written instead, such as the grid's tokens of a joint sequence.
 
-    Where processes share the heads, `packed` holds this one's; a norm of all heads takes the squares of the others'
-    from their processes, and rotations by head are those of all heads.
+    Where num_shares processes share the heads, `packed` holds this one's; a norm of all heads takes the squares of the
+    others' from their processes, and rotations by head are those of all heads.
     """
     weights, eps, share = [norm.weight for norm in norms], norms[0].eps, norms[0].share
     if share is None:
-        return norm_rope(packed, weights, eps, rotations, out=out)
+        return norm_rope(packed, weights, eps, rotations, out=out, num_shares=num_shares)
     squares = torch.linalg.vector_norm(packed[:, :, : len(norms)], dim=(-2, -1), dtype=torch.float32).square_()
     mean_squares = share.complete(squares).div_(share.num_features_total)
     if rotations is not None and rotations.dim() == 4:
         num_heads = packed.shape[3]
         rotations = rotations.narrow(2, share.group.index * num_heads, num_heads)
-    return norm_rope(packed, weights, eps, rotations, mean_squares=mean_squares, out=out)
+    shares = share.group.size
+    return norm_rope(packed, weights, eps, rotations, mean_squares=mean_squares, out=out, num_shares=shares)
 
 
 def extent_paces(theta: float, dim: int, num_axes: int, *, is_double: bool) -> torch.Tensor:

@@ -32,7 +32,8 @@ def rotated_attention(
     blocks = None if norms[0].share is not None else attention.token_blocks(product, context, gate)
     out: torch.Tensor
     if blocks is None:
-        out = attention(*norm_and_rotate(product, norms, rotations), context, gate=gate)
+        heads = norm_and_rotate(product, norms, rotations, num_shares=attention.num_shares)
+        out = attention(*heads, context, gate=gate)
     else:
         packed = norm_rope_into_blocks(product, [norm.weight for norm in norms], norms[0].eps, rotations, blocks)
         out = attention(*packed.in_sequence(len(product), product.shape[4]), context, gate=gate, packed=packed)

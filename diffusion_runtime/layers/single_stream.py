@@ -85,7 +85,7 @@ class SingleStreamBlock(ModulatedBlock):
             return self.out.forward_pair(attended.flatten(2), hidden)
         projected = self.qkv_up(x)
         packed = projected[..., :num_features].unflatten(-1, (3, self.attention.num_heads, -1))
-        q, k, v = norm_and_rotate(packed, norms, rotations)
+        q, k, v = norm_and_rotate(packed, norms, rotations, num_shares=self.attention.num_shares)
         attended = self.attention(q, k, v, context)
         if self.out.takes_quantized(attended):
             return self.out.forward_joined(attended.flatten(2), projected[..., num_features:])

@@ -96,7 +96,7 @@ class PreparedModel:
     the model together, None for one alone. tiny: the decoder for previews that takes the place of the model's own.
     upsampler: of a second stage. quantization: of the transformer's linear layers, already made in `transformer` as far
     as the config asks for it. planned: what its memory plan is for, None without one. text_attention: what was chosen
-    for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by a layer of
+    for the text encoders, None for transformers' own choice. decoder_attention: of a decoder that attends by layers of
     ours, None for others. interpolation: weights for frames between those of the model, None without. unread:
     transformers that are not read."""
 
@@ -114,7 +114,7 @@ class PreparedModel:
     quantization: Quantization
     planned: PlannedRequest | None = None
     text_attention: EncoderAttention | None = None
-    decoder_attention: AttentionLayer | None = None
+    decoder_attention: Sequence[AttentionLayer] = ()
     interpolation: InterpolationFile | None = None
     unread: tuple[str, ...] = ()
 
@@ -518,7 +518,7 @@ class PreparedModel:
             if self.tiny is not None:
                 return self.tiny.load(self.device, self.dtype)
             decoder = self.model.load_decoder(self.device, self.dtype).in_mode(config.vae_decode)
-            if self.decoder_attention is not None:
+            if self.decoder_attention:
                 decoder = decoder.attending(self.decoder_attention)
             return decoder.in_tiles(config.vae_tiling)
 
@@ -604,15 +604,15 @@ def fill_transformer(
 
 @dataclass(frozen=True)
 class Attending:
-    """Parts of a model that attend by layers of ours. decoder: the layer of one that does, None for others."""
+    """Parts of a model that attend by layers of ours. decoder: the layers of one that does, none of others."""
 
     transformer: DiffusionTransformer
-    decoder: AttentionLayer | None
+    decoder: Sequence[AttentionLayer]
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """The layers in the order in which they run."""
-        return (*self.transformer.attention_layers(), *(() if self.decoder is None else (self.decoder,)))
+        return (*self.transformer.attention_layers(), *self.decoder)
 
 
 def build_attending(
@@ -622,7 +622,7 @@ def build_attending(
     what build_transformer raises."""
     make = model.family.decoding.attention if decodes else None
     transformer = build_transformer(model, policy, quantization)
-    return Attending(transformer, None if make is None else make(model.folder, policy))
+    return Attending(transformer, () if make is None else make(model.folder, policy))
 
 
 def build_transformer(

@@ -295,15 +295,17 @@ def _text_encoder_classes(model: Model[Any, Any], dtype: torch.dtype) -> dict[st
     }
 
 
-def _decoder_attention(model: Model[Any, Any], tiny: TinyFile | None, layer: AttentionLayer | None) -> LibraryAttention:
-    """Return what decodes, and by which class. layer: its attention; None where that is the class's own, which cannot
+def _decoder_attention(
+    model: Model[Any, Any], tiny: TinyFile | None, layers: Sequence[AttentionLayer]
+) -> LibraryAttention:
+    """Return what decodes, and by which class. layers: its attention; none where that is the class's own, which cannot
     be chosen."""
     if tiny is not None:
         return LibraryAttention("vae", TinyDecoder.library, "a tiny decoder, without attention")
     if (named := model.named_decoder) is not None:
         return LibraryAttention("vae", named.component.decoding_library(model.folder), named.component.class_name)
     library = model.family.files.decoding_library(model.folder)
-    chosen = "" if layer is None else f"role {layer.layer.role}"
+    chosen = f"role {layers[0].layer.role}" if layers else ""
     return LibraryAttention("vae", library, component_class(model.folder, "vae")[1], chosen)
 
 

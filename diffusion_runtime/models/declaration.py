@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -184,9 +184,9 @@ class Decoding:
     modes: of RuntimeConfig.vae_decode beside `exact`; tiling: an autoencoder's module -> the decoder's tiles, None for
     one that decodes at once alone; has_exact_tiles: whether these are Tiling.is_exact. tiny_decoders: number of latent
     channels -> the name of the decoder for previews that TAEHV publishes for them. named: further ones of a folder.
-    attention: makes the layer of a decoder that runs on one (LatentDecoder.attending), before any weight is read; its
-    role is among the family's. load_encoder: the encoder of the same autoencoder, for pictures and videos that
-    denoising starts from; None in families that start from none."""
+    attention: makes the layers of a decoder that runs on some (LatentDecoder.attending), before any weight is read;
+    their role is among the family's. load_encoder: the encoder of the same autoencoder, for pictures and videos
+    that denoising starts from; None in families that start from none."""
 
     load: Callable[[AnyFolder, torch.device, torch.dtype], LatentDecoder]
     load_encoder: Callable[[AnyFolder, torch.device, torch.dtype], LatentEncoder] | None = None
@@ -196,7 +196,7 @@ class Decoding:
     modes: tuple[str, ...] = ()
     tiny_decoders: Mapping[int, str] = field(default_factory=dict)
     named: Mapping[str, NamedDecoder] = field(default_factory=dict)
-    attention: Callable[[AnyFolder, AttentionPolicy], AttentionLayer] | None = None
+    attention: Callable[[AnyFolder, AttentionPolicy], Sequence[AttentionLayer]] | None = None
 
     def check_mode(self, mode: str, family: str) -> None:
         """Check RuntimeConfig.vae_decode. Raises ConfigError where the decoder has no such mode."""

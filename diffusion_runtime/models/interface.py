@@ -17,6 +17,7 @@ from diffusion_runtime.attention.layers import AttentionLayer
 from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance
 from diffusion_runtime.attention.token_order import in_shared_order
 from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
+from diffusion_runtime.core.step_info import StepInfo
 from diffusion_runtime.core.token_layout import Extent
 from diffusion_runtime.denoising.guidance import RequestGuidance, extrapolate, rescaled, with_guidance
 from diffusion_runtime.denoising.interface import Predict
@@ -202,6 +203,14 @@ class DiffusionTransformer(nn.Module, ABC):
         """Return clean latents of the clip as they are noised, for another stage or to start from; models whose images
         are denoised with the clip put them in here. inputs: of that stage, whose sizes the latents have."""
         return clean
+
+    def estimate(
+        self, latents: torch.Tensor, velocity: torch.Tensor, step: StepInfo, inputs: DenoiserInputs
+    ) -> torch.Tensor:
+        """Return the clean latents that a guided velocity leads to, before `settle`; models whose parts have noise
+        levels of their own take each part's here. latents: of the step, float32 or wider."""
+        assert step.sigma is not None
+        return latents - step.sigma * velocity.to(latents.dtype)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """Return clean latents after the last step, of the clip and of what was denoised with it. Models that keep

@@ -8,15 +8,18 @@ current stream and kept alive until `wait`, so the allocator reuses them in a sa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+
+from diffusion_runtime.errors import BackendInaccurateError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,7 +207,7 @@ def gather_features(group: RankGroup, x: torch.Tensor) -> torch.Tensor:
 
 
 # A reason that is longer is cut off: all processes send as many bytes.
-_MAX_BYTES = 400
+_MAX_BYTES = 1000
 
 
 def reasons_of(group: RankGroup, reason: str | None, device: torch.device | None) -> list[str | None]:
@@ -227,6 +230,25 @@ def agreed_refusal(group: RankGroup, reason: str | None, device: torch.device | 
     if reason is not None:
         return reason
     return next((f"rank {rank}: {each}" for rank, each in zip(group.members, found, strict=True) if each), None)
+
+
+@contextlib.contextmanager
+def inaccurate_alike(group: RankGroup, device: torch.device) -> Iterator[None]:
+    """Context manager: where the attention of one member is too inaccurate for a model, all members end with the
+    message of the first of them, as they would otherwise wait for it. A collective call at its end, which waits for the
+    device.
+
+    Raises BackendInaccurateError.
+    """
+    own: BackendInaccurateError | None = None
+    try:
+        yield
+    except BackendInaccurateError as error:
+        own = error
+    found = reasons_of(group, None if own is None else str(own), device)
+    first = next(filter(None, found), None)
+    if first is not None:
+        raise BackendInaccurateError(first, () if own is None else own.reasons) from own
 
 
 def _read(padded: bytes) -> str | None:

@@ -110,7 +110,7 @@ class ErrorRow:
     """The measured error of a rounded backend on the model's own q, k and v (attention/measured_error.py).
 
     error: relative, of the layer's first call where it was largest; bound: what was allowed; layer: which layer that
-    was. layers, steps: all that were measured, as inclusive ranges.
+    was. layers, steps: all that were measured, as inclusive ranges; no steps of a decoder.
     """
 
     role: str
@@ -124,7 +124,8 @@ class ErrorRow:
     def __str__(self) -> str:
         return (
             f"{self.role}: the error of {self.backend} is {self.error:.2g} at most, {self.bound:g} allowed: measured "
-            f"on this model's q, k and v, layers {self.layers} (the largest in layer {self.layer}), steps {self.steps}"
+            f"on this model's q, k and v, layers {self.layers} (the largest in layer {self.layer})"
+            + (f", steps {self.steps}" if self.steps else "")
         )
 
 
@@ -410,6 +411,13 @@ class AttentionRecorder:
         tally = self._errors.setdefault((layer.role, backend), _ErrorTally(bound))
         tally.by_layer[layer.index] = max(error, tally.by_layer.get(layer.index, 0.0))
         tally.steps.add(step.index)
+
+    def record_errors_of(self, other: AttentionRecorder) -> None:
+        """Take over the measured errors of layers that run at no step, as a decoder's."""
+        for key, found in other._errors.items():
+            tally = self._errors.setdefault(key, _ErrorTally(found.bound))
+            for layer, error in found.by_layer.items():
+                tally.by_layer[layer] = max(error, tally.by_layer.get(layer, 0.0))
 
     def record_graphs(self, graphs: GraphReplays) -> None:
         """Say what of the transformer was replayed from CUDA graphs."""

@@ -287,6 +287,11 @@ class _Search:
                 f"{where}: expected format {' or '.join(sorted(FORMATS))}, got {shown(stored)}; this runtime reads no "
                 "other. Use a file in one of these or in bfloat16"
             )
+        if settings.get("convrot") and not FORMATS[known].rotates:
+            raise ModelLoadError(
+                f"{where}: convrot: expected none in format {known}, whose rows are not rotated, got "
+                f"{shown(settings['convrot'])}: what its numbers stand for is not known. Use another file"
+            )
         for key in settings.keys() - _MARK_KEYS:
             if settings[key]:
                 raise ModelLoadError(

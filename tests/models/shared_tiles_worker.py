@@ -31,7 +31,7 @@ def share_clips(group: RankGroup) -> list[Any]:
     sizes = VitDecoderSizes(4, 1, 2, 16, 2, 4, 12, 100.0, 1e-5, (4, 16), 17, 3)
     torch.manual_seed(0)
     module = VitVideoAutoencoder("AutoencoderKLMiniMaxH3", sizes).requires_grad_(False)
-    decoder = VitVideoDecoder(module, [0.0] * 4, [1.0] * 4, LocalAttention(2, 16), Tiling(3, 2, 16, is_default=True))
+    decoder = VitVideoDecoder(module, [0.0] * 4, [1.0] * 4, [LocalAttention(2, 16)], Tiling(3, 2, 16, is_default=True))
     tiles: list[int] = []
     module.register_forward_pre_hook(lambda _, inputs: tiles.append(len(inputs[0])))
     latents = torch.randn(1, 4, 12, 4, 5)

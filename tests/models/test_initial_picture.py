@@ -175,6 +175,19 @@ def check_family(family: str, ours: Pipeline, files: Mapping[str, str]) -> None:
     assert (found - initial.clean)[made].abs().mean() > 0.01
 
 
+def test_a_preview_keeps_what_a_mask_leaves(load_tiny: LoadTiny, files: Mapping[str, str]) -> None:
+    ours = load_tiny("wan")
+    given = {"init_path": files["video"], "mask_path": files["mask"], "num_inference_steps": 4}
+    resolved = ours.resolve(dataclasses.replace(small_request(ours), stop_after_step=2, strength=1.0, **given))
+    settings = ours.rules.settings(resolved)
+    initial = initial_latents(resolved, settings.size, ours.rules.sampling.geometry, ours.parts.latent_encoder)
+    assert initial.mask is not None
+    found = ours.latents(resolved)
+    kept = ~initial.mask.expand_as(found)
+    assert torch.equal(found[kept], initial.clean[kept])
+    assert (found - initial.clean)[~kept].abs().mean() > 0.01
+
+
 @table("family", ENCODERS)
 def test_a_family_of_every_autoencoder(load_tiny: LoadTiny, files: Mapping[str, str], family: str) -> None:
     check_family(family, load_tiny(family), files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,34 @@ from fp8_products import dequantized_product
 from safetensors.torch import load_file, save_file
 from tables import table
 
-from diffusion_runtime.attention import AttentionConfig, AttentionPolicy
+from diffusion_runtime.attention import (
+    AttentionConfig,
+    AttentionPolicy,
+    AttentionRecorder,
+    measured_error,
+    register_backend,
+    unregister_backend,
+)
+from diffusion_runtime.attention.measured_error import sampled_squares
 from diffusion_runtime.core.model_folder import ModelFolder
+from diffusion_runtime.decoders import vit_video_decoder
 from diffusion_runtime.decoders.decoder_memory import decoding_bytes
 from diffusion_runtime.decoders.sample_decoder import Tiling
 from diffusion_runtime.decoders.vit_video_decoder import clips_of, tiles_of_axis
-from diffusion_runtime.errors import BackendUnavailableError, ConfigError, ModelLoadError, RequestError
+from diffusion_runtime.errors import (
+    BackendInaccurateError,
+    BackendUnavailableError,
+    ConfigError,
+    ModelLoadError,
+    RequestError,
+)
 from diffusion_runtime.layers import fp8_linear
 from diffusion_runtime.layers.convolution import OneDnnConvolutions
 from diffusion_runtime.memory.live_bytes import peak_bytes
 from diffusion_runtime.models.minimax_h3 import codec
 from diffusion_runtime.models.minimax_h3.family import FAMILY
 from diffusion_runtime.weights.file_kinds import kind_of
+from tests.attention.test_measured_error import Coarse
 
 # Of torch, on how diffusers normalises weights.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
@@ -314,11 +330,50 @@ def test_too_few_latents_are_refused(decoder: codec.MiniMaxH3Decoder) -> None:
 
 def test_the_attention_of_the_decoder_is_chosen_by_its_role(folder: ModelFolder) -> None:
     """A choice that cannot run fails before weights are read."""
-    assert codec.decoder_attention(folder, AttentionPolicy()).layer.role == codec.DECODER_ROLE
+    layers = codec.decoder_attention(folder, AttentionPolicy())
+    assert [(each.layer.index, each.layer.role) for each in layers] == [
+        (0, codec.DECODER_ROLE),
+        (1, codec.DECODER_ROLE),
+    ]
     chosen = AttentionPolicy(config=AttentionConfig(per_role={codec.DECODER_ROLE: "reference"}))
-    assert codec.decoder_attention(folder, chosen).backend_of(torch.empty(1, 1, HEADS, HEAD_DIM)) == "reference"
+    for each in codec.decoder_attention(folder, chosen):
+        assert each.backend_of(torch.empty(1, 1, HEADS, HEAD_DIM)) == "reference"
     with pytest.raises(BackendUnavailableError, match="fa3"):
         codec.decoder_attention(folder, AttentionPolicy(cli=AttentionConfig(per_role={codec.DECODER_ROLE: "fa3"})))
+
+
+@pytest.fixture
+def coarse() -> Iterator[type[Coarse]]:
+    register_backend(Coarse)
+    yield Coarse
+    unregister_backend("coarse")
+
+
+def test_a_rounded_backend_is_measured_once_in_every_block_of_a_clip(
+    folder: ModelFolder, decoder: codec.MiniMaxH3Decoder, coarse: type[Coarse], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three clips in four tiles each, which come in batches."""
+    measured: list[Any] = []
+    monkeypatch.setattr(measured_error, "sampled_squares", lambda *a: measured.append(a) or sampled_squares(*a))
+    monkeypatch.setattr(vit_video_decoder, "MAX_BATCH_BYTES", 1)
+    policy = AttentionPolicy(config=AttentionConfig(per_role={codec.DECODER_ROLE: "coarse"}))
+    recorder = AttentionRecorder()
+    rounded = decoder.attending(codec.decoder_attention(folder, policy)).recording(recorder)
+    assert "AutoencoderKLMiniMaxH3, coarse, in tiles" in rounded.implementation
+    latents = torch.randn(1, 4, 12, 18, 18, generator=torch.Generator().manual_seed(0))
+    for num_streams in (1, 2):
+        list(rounded.stream(latents).chunks)
+        assert len(measured) == 2 * num_streams
+        # The second block's is not that of the first.
+        assert not torch.equal(measured[-1][0].q, measured[-2][0].q)
+    (row,) = recorder.report().errors
+    assert (row.role, row.layers, row.steps) == (codec.DECODER_ROLE, "0-1", "")
+    assert row.error == pytest.approx(0.05, rel=1e-3)
+    assert str(row).endswith(f"layers 0-1 (the largest in layer {row.layer})")
+    # Beyond the bound in the second block alone.
+    monkeypatch.setattr(measured_error, "sampled_squares", lambda call, out: torch.tensor([call.layer.index, 1.0]))
+    with pytest.raises(BackendInaccurateError, match=r"layer 1 \(vae.decoder.transformer_blocks.1.attn\)"):
+        list(rounded.stream(latents).chunks)
 
 
 Change = Callable[[dict[str, Any]], None]

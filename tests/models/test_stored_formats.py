@@ -380,6 +380,14 @@ NESTED = torch.tensor(list(b"[" * 3000), dtype=torch.uint8)
             marked(format="int8_tensorwise", convrot="yes"),
             rf"{LAYER}.*convrot: expected true or false, got 'yes'",
         ),
+        *(
+            (
+                name,
+                marked(format=stored, convrot=True),
+                rf"{LAYER}.*convrot: expected none in format {stored}, whose rows",
+            )
+            for name, stored in (("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("svdquant_w4a4", "svdquant_w4a4"))
+        ),
         ("int8 ConvRot 16", put(f"{LAYER}.comfy_quant", NESTED), rf"{LAYER}.comfy_quant"),
         (
             "int8 ConvRot 16",

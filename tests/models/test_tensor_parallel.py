@@ -8,18 +8,26 @@ import fnmatch
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models.tensor_parallel_worker import IN_8_BITS, NARROW, SPARSE, meshes_of
 from tables import table
+from tiny_families import small_request
+from triton_interpreter import needs_triton
 from warm_python import run_worker
 
+from diffusion_runtime import RuntimeConfig
 from diffusion_runtime.attention import AttentionPolicy
 from diffusion_runtime.benchmark.step_model import open_step_model
+from diffusion_runtime.config import ParallelConfig
 from diffusion_runtime.errors import ConfigError
+from diffusion_runtime.explanation.explanation import explain
+from diffusion_runtime.kernels.launches import expecting_launches
 from diffusion_runtime.layers.linear import Linear
+from diffusion_runtime.loading import prepare
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.published import published_models
 from diffusion_runtime.parallel.collectives import RankGroup
@@ -130,3 +138,44 @@ def test_what_cannot_be_shared_is_refused_before_loading() -> None:
 def _build(model: Model[Any, Any], degree: int) -> None:
     mesh = planned_mesh(1, 1, 1, degree)
     model.shared_by(mesh.tensor).build_transformer(AttentionPolicy(environment=None, mesh=mesh))
+
+
+# Norms of queries and keys over all heads; of each head, in joint and single streams, in one stream, and with a gate.
+SHARED = ("wan", "flux1", "flux2", "hunyuan_video_15", "krea2")
+OF_3_HEADS = ("flux2",)
+SHARED_TOO = ("anima", "flux3", "ltx2", "minimax_h3", "qwen_image_21", "z_image")
+
+
+def check_shared(folder: Path, num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every limit between the widths of a part and of the whole."""
+    compared = set()
+    monkeypatch.setattr("diffusion_runtime.kernels.implementation.is_interpreted", False)
+    for limit in (15, 23, 31, 47, 63, 95, 127):
+        monkeypatch.setattr("diffusion_runtime.kernels.implementation.NARROW", limit)
+        kernels = []
+        for degree in (1, num_processes):
+            config = RuntimeConfig(str(folder), device="cpu", parallel=ParallelConfig(tensor_parallel_size=degree))
+            prepared = prepare(config)
+            with expecting_launches() as expected:
+                explain(prepared, prepared.rules.resolve(small_request(prepared)))
+            kernels.append({(each.launch.kernel.__name__, len(each.dtypes)) for each in expected.values()})
+        assert kernels[0] == kernels[1], limit
+        compared.add(frozenset(kernels[0]))
+    assert len(compared) > 1, "no limit lies between widths"
+
+
+@needs_triton
+@table("family", SHARED)
+def test_processes_that_share_a_layer_compile_what_one_does(
+    tiny_folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    check_shared(tiny_folder_of(family), 3 if family in OF_3_HEADS else 2, monkeypatch)
+
+
+@pytest.mark.slow
+@needs_triton
+@table("family", SHARED_TOO)
+def test_those_of_the_other_families_too(
+    tiny_folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    check_shared(tiny_folder_of(family), 3 if family in OF_3_HEADS else 2, monkeypatch)

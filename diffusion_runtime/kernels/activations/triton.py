@@ -32,16 +32,19 @@ def gated(gate: torch.Tensor, features: torch.Tensor, activation: str, in_place:
     return out
 
 
-def layer_width(x: torch.Tensor, activation: str) -> int:
+def layer_width(x: torch.Tensor, activation: str, num_shares: int) -> int:
     """Return the numbers of a token in the layer of a call like x: a gate of attention has as many, an activation is
-    within the feed-forward network."""
-    return x.shape[-1] if activation == "sigmoid_mul" else x.shape[-1] // _PER_WIDTH
+    within the feed-forward network. num_shares: processes that share the layer."""
+    whole = x.shape[-1] * num_shares
+    return whole if activation == "sigmoid_mul" else whole // _PER_WIDTH
 
 
-def expect(gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activation: str) -> torch.Tensor:
+def expect(
+    gate: torch.Tensor, features: torch.Tensor, out: torch.Tensor, activation: str, num_shares: int
+) -> torch.Tensor:
     """Return `out`; add the launch of a call on the meta device to those that are expected."""
     if (
-        is_expecting(gate, layer_width(gate, activation))
+        is_expecting(gate, layer_width(gate, activation, num_shares))
         and _row_stride(gate) is not None
         and _row_stride(features) is not None
     ):

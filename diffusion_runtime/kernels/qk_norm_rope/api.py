@@ -24,6 +24,7 @@ def norm_rope(
     *,
     mean_squares: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    num_shares: int = 1,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """Return the parts of `packed` [batch, seq, parts, heads, head_dim], each [batch, seq, heads, head_dim]: the first
@@ -32,17 +33,19 @@ def norm_rope(
 
     packed: q, k and v of one linear map, or some of them; it may be overwritten, and is where the result lies, unless
     `out` is given, a tensor of its shape. weights: [head_dim] each normalises every head, [heads * head_dim] all heads
-    of a token together. rotations: complex64, unit numbers that turn neighbouring channels (2i, 2i + 1), [seq,
-    head_dim / 2] or [batch, seq, head_dim / 2] for all heads, [batch or 1, seq, heads, head_dim / 2] for each; None
-    leaves out the rotation. mean_squares: float32 [batch, seq, weights], of norms over more heads than `packed` holds:
-    the mean of the squares of all of them; the weights are those of its own heads. implementation: `auto`, `reference`
-    or `triton`; Triton computes in float32 and rounds once, the reference after the norm and after the rotation.
+    of a token together. rotations: complex64, unit numbers that turn neighbouring channels (2i, 2i + 1), [seq, head_dim
+    / 2] or [batch, seq, head_dim / 2] for all heads, [batch or 1, seq, heads, head_dim / 2] for each; None leaves out
+    the rotation. mean_squares: float32 [batch, seq, weights], of norms over more heads than `packed` holds: the mean of
+    the squares of all of them; the weights are those of its own heads. num_shares: how many processes share the layer's
+    heads, `packed` holding one's. implementation: `auto`, `reference` or `triton`; Triton computes in float32 and
+    rounds once, the reference after the norm and after the rotation.
 
     Raises ConfigError for shapes that do not fit, and when the implementation that was asked for cannot run.
     """
     call = NormRopeCall(packed, weights, eps, rotations, mean_squares, out)
+    width = packed.shape[3] * packed.shape[4] * num_shares
     if implementation == "auto":
-        if leaves_eager(packed, packed.shape[3] * packed.shape[4]):
+        if leaves_eager(packed, width):
             check_norm_rope(call)
             return reference.norm_rope(call)
         made = triton.repeat(call)
@@ -50,7 +53,7 @@ def norm_rope(
             return made
     check_norm_rope(call)
     if has_shape_alone(packed):
-        triton.expect(call)
+        triton.expect(call, width)
         return (packed if out is None else out).unbind(2)
     if runs_in_triton(implementation, triton.refusal(call)):
         return triton.norm_rope(call)

@@ -58,10 +58,11 @@ def repeat(call: NormRopeCall) -> tuple[torch.Tensor, ...] | None:
     return target.unbind(2)
 
 
-def expect(call: NormRopeCall) -> None:
-    """Add the launch of a call on the meta device to those that are expected, where they are asked for."""
+def expect(call: NormRopeCall, width: int) -> None:
+    """Add the launch of a call on the meta device to those that are expected, where they are asked for. width: of the
+    layer's tokens."""
     num_heads, head_dim = call.packed.shape[3:]
-    if is_expecting(call.packed, num_heads * head_dim) and padded(num_heads) * padded(head_dim) <= MAX_BLOCK:
+    if is_expecting(call.packed, width) and padded(num_heads) * padded(head_dim) <= MAX_BLOCK:
         norm_rope(call)
 
 

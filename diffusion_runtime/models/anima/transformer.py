@@ -101,12 +101,13 @@ class AnimaCrossAttention(nn.Module):
     def keys_and_values(self, text: torch.Tensor) -> KeysAndValues:
         """Return the keys and values of a text [B, L, text_dim]."""
         product = self.kv(text).unflatten(-1, (2, self.attention.num_heads, -1))
-        k, v = norm_and_rotate(product, (self.norm_k,), None)
+        k, v = norm_and_rotate(product, (self.norm_k,), None, num_shares=self.attention.num_shares)
         return k, v
 
     def forward(self, x: LinearInput, keys: KeysAndValues, context: AttentionContext) -> torch.Tensor:
         """Attend. x: [B, S, D]; context.layout: the text."""
-        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, self.attention.num_heads, -1)), (self.norm_q,), None)
+        packed = self.q(x).unflatten(-1, (1, self.attention.num_heads, -1))
+        (q,) = norm_and_rotate(packed, (self.norm_q,), None, num_shares=self.attention.num_shares)
         out: torch.Tensor = self.out(self.attention(q, *keys, context).flatten(2))
         return out
 

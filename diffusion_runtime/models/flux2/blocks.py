@@ -138,7 +138,8 @@ class Flux2SingleBlock(nn.Module):
         num_heads = self.attention.num_heads
         qkv = projected[..., : 3 * num_heads * self.attention.head_dim]
         packed = torch.unflatten(qkv, -1, (3, num_heads, -1))
-        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
+        norms, shares = (self.norm_q, self.norm_k), self.attention.num_shares
+        q, k, v = norm_and_rotate(packed, norms, rotations, num_shares=shares)
         return q, k, v
 
     def _add_branch(
@@ -152,7 +153,7 @@ class Flux2SingleBlock(nn.Module):
         if self.out.takes_quantized(attended):
             add_gated_(x, self.out.forward_joined(attended.flatten(2), gate, features), row)
             return
-        silu_mul(gate, features, in_place=True)
+        silu_mul(gate, features, in_place=True, num_shares=self.out.num_shares)
         if self.out.runs_in_parts(x):
             # Without a copy of the attention output: 76 us at 4608 tokens on an H200.
             branch = self.out.forward_pair(attended.flatten(2), gate)

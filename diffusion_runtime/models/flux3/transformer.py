@@ -77,9 +77,10 @@ class Flux3Block(nn.Module):
         dim = self.attention.num_heads * self.attention.head_dim
         qkv, gate, features = torch.split(projected, [3 * dim, self.down.in_features, self.down.in_features], dim=-1)
         packed = torch.unflatten(qkv, -1, (3, self.attention.num_heads, -1))
-        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations)
+        shares = self.attention.num_shares
+        q, k, v = norm_and_rotate(packed, (self.norm_q, self.norm_k), rotations, num_shares=shares)
         attended = self.attention(q, k, v, context)
-        hidden = silu_mul(gate, features, in_place=True)
+        hidden = silu_mul(gate, features, in_place=True, num_shares=shares)
         branch = self.out.forward_sum(attended.flatten(2), self.down, hidden)
         add_gated_by_run_(x, branch, [(tokens, rows[2]) for tokens, rows in runs])
 

@@ -60,10 +60,10 @@ class Krea2Attention(nn.Module):
         heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)
         *parts, gate = self.qkv_gate(x).split([layer.head_dim * count for count in heads], dim=-1)
         packed = [part.unflatten(-1, (1, -1, layer.head_dim)) for part in parts]
-        (q,) = norm_and_rotate(packed[0], (self.norm_q,), rotations)
-        (k,) = norm_and_rotate(packed[1], (self.norm_k,), rotations)
+        (q,) = norm_and_rotate(packed[0], (self.norm_q,), rotations, num_shares=layer.num_shares)
+        (k,) = norm_and_rotate(packed[1], (self.norm_k,), rotations, num_shares=layer.num_shares)
         attended = layer(q, k, packed[2].squeeze(2), context)
-        out: torch.Tensor = self.out(sigmoid_mul(gate, attended.flatten(2)))
+        out: torch.Tensor = self.out(sigmoid_mul(gate, attended.flatten(2), num_shares=layer.num_shares))
         return out
 
 

@@ -251,7 +251,7 @@ class MiniMaxH3Decoder(VitVideoDecoder):
         self,
         autoencoder: VitVideoAutoencoder,
         statistics: tuple[Sequence[float], Sequence[float]],
-        attention: AttentionLayer,
+        attention: Sequence[AttentionLayer],
         audio_autoencoder: BigVganAutoencoder,
         audio_statistics: tuple[Sequence[float], Sequence[float]],
         sample_rate: int,
@@ -290,17 +290,20 @@ def load_decoder(folder: AnyFolder, device: torch.device, dtype: torch.dtype) ->
     )
 
 
-def decoder_attention(folder: AnyFolder, policy: AttentionPolicy) -> AttentionLayer:
+def decoder_attention(folder: AnyFolder, policy: AttentionPolicy) -> tuple[AttentionLayer, ...]:
     """Return the attention of the video decoder's blocks. Raises what AttentionLayer and check_decoding raise."""
     return attention_of(_decoder_sizes(read_config(folder, COMPONENT)), policy)
 
 
-def attention_of(sizes: VitDecoderSizes, policy: AttentionPolicy) -> AttentionLayer:
-    """Return the attention of a decoder of these sizes, which holds none of its state."""
+def attention_of(sizes: VitDecoderSizes, policy: AttentionPolicy) -> tuple[AttentionLayer, ...]:
+    """Return the attention of the blocks of a decoder of these sizes, which holds none of its state."""
     # Processes that share a transformer's heads share the decoder's tiles instead.
     policy = dataclasses.replace(policy, mesh=ProcessMesh())
-    layer = LayerInfo(role=DECODER_ROLE, name="vae.decoder")
-    return LocalAttention(sizes.num_heads, sizes.head_dim, layer=layer, policy=policy)
+    total = sizes.num_layers
+    layers = (
+        LayerInfo(index, total, DECODER_ROLE, f"vae.decoder.transformer_blocks.{index}.attn") for index in range(total)
+    )
+    return tuple(LocalAttention(sizes.num_heads, sizes.head_dim, layer=layer, policy=policy) for layer in layers)
 
 
 class MiniMaxH3Encoder:

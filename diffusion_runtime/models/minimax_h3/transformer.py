@@ -28,13 +28,14 @@ from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.attention.layers import AttentionLayer, LocalAttention, USPAttention
 from diffusion_runtime.attention.policy import AttentionPolicy
 from diffusion_runtime.core.block_stack import ModulatedInput, RunBlock, Streams
-from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.denoising.flow_schedule import shifted
 from diffusion_runtime.denoising.guidance import RequestGuidance
 from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.denoising.part_schedules import (
     carries_sound,
+    estimate_along_schedule_of_sound,
     with_carried_sound,
     with_scaled_sound,
     with_schedule_of_sound,
@@ -310,6 +311,14 @@ class MiniMaxH3Transformer(DiffusionTransformer):
         guided = super().guided(predict, guidance, inputs)
         along = with_carried_sound if carries_sound(inputs.request) else with_schedule_of_sound
         return along(guided, self.geometry, inputs.size, self._shift_of_sound(inputs))
+
+    def estimate(
+        self, latents: torch.Tensor, velocity: torch.Tensor, step: StepInfo, inputs: DenoiserInputs
+    ) -> torch.Tensor:
+        if carries_sound(inputs.request):
+            return super().estimate(latents, velocity, step, inputs)
+        of_sound = self._shift_of_sound(inputs)
+        return estimate_along_schedule_of_sound(latents, velocity, step, self.geometry, inputs.size, of_sound)
 
     def settle(self, latents: torch.Tensor, inputs: DenoiserInputs) -> torch.Tensor:
         """Return the clean latents, with the sound as it is where the sampler carried it along the video's schedule."""

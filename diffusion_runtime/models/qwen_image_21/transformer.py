@@ -111,7 +111,8 @@ class QwenImage21Block(nn.Module):
 
     def _heads(self, x: LinearInput, rotations: torch.Tensor) -> tuple[torch.Tensor, ...]:
         product = self.qkv(x).unflatten(-1, (3, self.attention.num_heads, -1))
-        return norm_and_rotate(product, (self.norm_q, self.norm_k), rotations)
+        shares = self.attention.num_shares
+        return norm_and_rotate(product, (self.norm_q, self.norm_k), rotations, num_shares=shares)
 
     def _add_branches(self, x: torch.Tensor, attended: torch.Tensor, rows: Rows) -> None:
         """Add the attention's branch to x, then the feed-forward network's."""

@@ -34,6 +34,7 @@ class ConvRotW4A4(StoredFormat):
     names = ("convrot_w4a4",)
     kinds = ("I8", "U8")
     described = "4-bit ConvRot weights"
+    rotates = True
 
     group_size: int = GROUP_SIZES[-1]
 

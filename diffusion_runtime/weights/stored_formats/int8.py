@@ -25,6 +25,7 @@ class Int8(StoredFormat):
     names = ("int8_tensorwise",)
     kinds = ("I8",)
     described = "int8 weights"
+    rotates = True
 
     group_size: int = 0
 

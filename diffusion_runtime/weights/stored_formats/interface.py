@@ -55,11 +55,12 @@ class Companion:
 @dataclass(frozen=True)
 class StoredFormat(ABC):
     """Format that a weight is stored in: a value. names: in `format` of ComfyUI's marks. kinds: how its numbers may be
-    stored; described: all such weights together, as of StorageFormat.kind."""
+    stored; described: all such weights together, as of StorageFormat.kind. rotates: whether rows may be rotated."""
 
     names: ClassVar[tuple[str, ...]] = ()
     kinds: ClassVar[tuple[str, ...]] = ()
     described: ClassVar[str]
+    rotates: ClassVar[bool] = False
 
     @classmethod
     def read(cls, settings: Mapping[str, object], beside: Mapping[str, TensorHead]) -> Self:
