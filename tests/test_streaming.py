@@ -237,7 +237,7 @@ def test_what_cannot_be_streamed_is_refused_before_any_work(pipeline: Pipeline, 
     plain = load_pipeline(str(tiny_wan_folder), device="cpu")
     with pytest.raises(RequestError, match="makes a clip at once"):
         plain.stream(GenerationRequest("a", height=32, width=32, num_frames=5))
-    with pytest.raises(RequestError, match="of one prompt; leave --at out, give windows or segments of fewer frames"):
+    with pytest.raises(RequestError, match="of one prompt; leave --at out, give windows of fewer frames"):
         plain(GenerationRequest("a", height=32, width=32, num_frames=5, prompt_switches=[["1s", "b"]]))
     tiled = load_pipeline(pipeline.recipe["model"]["path"], device="cpu", vae_tiling="on")
     with pytest.raises(ConfigError, match="leave out --vae-tiling"):

@@ -42,8 +42,9 @@ class RowFile:
 
     @property
     def state(self) -> tuple[int, ...]:
-        """Return what changes when somebody writes to the file."""
-        found = os.stat(self.path)
+        """Return what changes when somebody writes to the file. Raises ConfigError for one that cannot be read."""
+        with open_file(self.path, "ROWS") as file:
+            found = os.fstat(file.fileno())
         return found.st_size, found.st_mtime_ns, found.st_ino
 
     def rows(self) -> Iterator[Row]:

@@ -79,6 +79,9 @@ class SegmentedClip:
                 for chunk in self._decoded(segment, before, began):
                     if plan.overlap:
                         tail.append(chunk[:, -plan.overlap :])
+                        # A view holds its whole chunk.
+                        while sum(each.shape[1] for each in tail[1:]) >= plan.overlap:
+                            del tail[0]
                     new = to_pixels(chunk[0, skipped:], position + skipped)[None, :left]
                     skipped, position = max(0, skipped - chunk.shape[1]), position + chunk.shape[1]
                     if new.shape[1]:

@@ -19,6 +19,8 @@ from diffusion_runtime.untrusted.json_text import parse_json
 
 # A line is one message; a partial image of 4096 x 4096 is the longest.
 _MAX_LINE = 256 * 2**20
+# A killed process ends at once, unless a driver holds it.
+_REAP_SECONDS = 5.0
 CONFIG_FILE, SOCKET_FILE = "config.json", "socket"
 ENGINE = "diffusion_runtime.serving.engine"
 
@@ -91,6 +93,13 @@ class EngineProcess:
                 listener.close()
                 self.kill()
                 self._lose()
+                await self._reap()
+
+    async def _reap(self) -> None:
+        """Wait for a process that was killed: asyncio warns of one that ends after its loop."""
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _REAP_SECONDS)
 
     def kill(self) -> None:
         """End the process and the ranks it started, at once."""

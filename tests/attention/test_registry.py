@@ -87,6 +87,16 @@ def test_a_published_backend_is_found_and_a_broken_one_is_only_reported(tmp_path
     assert "libbroken.so" in done.stderr
 
 
+def test_every_name_that_backends_lists_is_understood_before_any_is_imported() -> None:
+    backends = [registry.find_backend(name) for name in registry._OWN_MODULES]
+    names = {alias: each.name for each in backends if each is not None for alias in each.aliases}
+    assert names["sol"] == "sol_attn"
+    script = "from diffusion_runtime.attention.backends.registry import canonical_name\n"
+    script += f"print({{name: canonical_name(name) for name in {sorted(names)}}} == {names})"
+    done = run_python("-c", script)
+    assert done.stdout == "True\n", done.stderr
+
+
 class Impostor(Backend):
     name = "torch_sdpa"
     summary = "takes a name that is taken"

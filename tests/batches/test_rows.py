@@ -136,6 +136,8 @@ def test_a_table_holds_the_same_rows_as_lines(tmp_path: Path, monkeypatch: pytes
         list(RowFile(str(tmp_path / "rows.parquet"), "shapes").rows())
     with pytest.raises(ConfigError, match=r"ends in .jsonl, .ndjson or .parquet, or -"):
         RowFile("rows.csv", "shapes")
+    with pytest.raises(ConfigError, match=r"ROWS: .*/none.jsonl: no such file"):
+        _ = RowFile(str(tmp_path / "none.jsonl"), "shapes").state
 
 
 def test_the_driver_needs_neither_torch_nor_a_server() -> None:

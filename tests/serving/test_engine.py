@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from diffusion_runtime.errors import ConfigError, DeviceMemoryError, RequestErro
 from diffusion_runtime.loading import prepare
 from diffusion_runtime.serving.engine import Engine
 from diffusion_runtime.serving.engine_channel import BatchProgress
+from diffusion_runtime.serving.engine_process import EngineProcess
 from diffusion_runtime.serving.previews import Previews, preview_steps
 from diffusion_runtime.serving.results import public_values, publish
 from diffusion_runtime.serving.served_model import ServedModel, parse_attention
@@ -153,3 +156,19 @@ def test_previews_are_of_late_steps_and_none_is_the_last(steps: int, count: int)
 def test_the_attention_of_a_request_names_no_file(value: Any) -> None:
     with pytest.raises(RequestError, match="file"):
         parse_attention(value)
+
+
+def test_a_process_that_is_cancelled_has_ended_when_its_server_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text("import time\n\ntime.sleep(600)\n")
+    process = EngineProcess({"program": "sleeper"}, print, {"PYTHONPATH": str(tmp_path)})
+
+    async def cancelled() -> int | None:
+        task = asyncio.create_task(process.run())
+        while process.pid is None:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert process._process is not None
+        return process._process.returncode
+
+    assert asyncio.run(cancelled()) == -signal.SIGKILL

@@ -139,6 +139,10 @@ def canonical_name(name: str) -> str:
             _remark(theirs)
         return theirs.means
     _read_entry_points()
+    if theirs is None:
+        # An alias of ours is known once its module is imported.
+        for ours in _OWN_MODULES:
+            find_backend(ours)
     canonical = _aliases.get(spelled, spelled)
     if canonical in _backends or canonical in _broken:
         return canonical

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ def refusal(x: torch.Tensor, features: torch.Tensor | None = None, first: torch.
         return reason
     if x.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 9)):
         return "needs a GPU of NVIDIA's of compute capability 8.9 or newer"
-    dim = x.shape[-1] + _num_first(first)
+    dim = x.shape[-1] + num_first(first)
     if not 0 < dim <= MAX_DIM:
         return f"takes rows of 1 to {MAX_DIM} numbers, not {dim}"
     return None
@@ -39,27 +40,41 @@ def quantize_rows(
     gelu_from: a column of both together."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows = _empty_rows_of(x, first)
-    num_rows, dim = rows.values.shape
-    if not num_rows:
+    if not len(x):
         return rows
 
     def prepare() -> Launch:
         from diffusion_runtime.kernels.fp8_rows import triton_kernels as kernels
 
-        block, rest = parts_of(dim)
-        strides = [0 if each is None else each.stride(0) for each in (x, features, first)]
-        constants = {
-            "GELU": gelu_from is not None,
-            "GATED": features is not None,
-            "JOINED": first is not None,
-            "BLOCK": block,
-            "REST": rest,
-        }
-        numbers = (dim, _num_first(first), *strides, gelu_from or 0)
-        return Launch(kernels.quantize_rows, (num_rows, 1, 1), numbers, constants, 4 if block <= 4096 else 8)
+        return launch_of_rows(kernels.quantize_rows, x, gelu_from, features, first, {})
 
-    _launches.run(_key(x, gelu_from, features, first), _pointers(x, features, first, rows), prepare)
+    _launches.run(_key(x, gelu_from, features, first), pointers_of(x, features, first, rows), prepare)
     return rows
+
+
+def launch_of_rows(
+    kernel: Any,
+    x: torch.Tensor,
+    gelu_from: int | None,
+    features: torch.Tensor | None,
+    first: torch.Tensor | None,
+    more: Mapping[str, object],
+) -> Launch:
+    """Return the launch of a kernel that quantises rows, a program for each. more: its constants beside those of every
+    such kernel; the others as in quantize_rows."""
+    num_rows, dim = len(x), x.shape[1] + num_first(first)
+    block, rest = parts_of(dim)
+    strides = [0 if each is None else each.stride(0) for each in (x, features, first)]
+    constants = {
+        "GELU": gelu_from is not None,
+        "GATED": features is not None,
+        "JOINED": first is not None,
+        **more,
+        "BLOCK": block,
+        "REST": rest,
+    }
+    numbers = (dim, num_first(first), *strides, gelu_from or 0)
+    return Launch(kernel, (num_rows, 1, 1), numbers, constants, 4 if block <= 4096 else 8)
 
 
 def parts_of(dim: int) -> tuple[int, int]:
@@ -83,7 +98,7 @@ def repeat(
     if found is None:
         return None
     rows = _empty_rows_of(x, first)
-    found.run(_pointers(x, features, first, rows))
+    found.run(pointers_of(x, features, first, rows))
     return rows
 
 
@@ -95,14 +110,15 @@ def empty_rows(x: torch.Tensor, num_rows: int, dim: int) -> QuantizedRows:
 
 def _empty_rows_of(x: torch.Tensor, first: torch.Tensor | None) -> QuantizedRows:
     num_rows, dim = x.shape
-    return empty_rows(x, num_rows, dim + _num_first(first))
+    return empty_rows(x, num_rows, dim + num_first(first))
 
 
-def _num_first(first: torch.Tensor | None) -> int:
+def num_first(first: torch.Tensor | None) -> int:
+    """Return how many numbers of a row are in front of those of x."""
     return 0 if first is None else first.shape[-1]
 
 
-def _pointers(
+def pointers_of(
     x: torch.Tensor, features: torch.Tensor | None, first: torch.Tensor | None, rows: QuantizedRows
 ) -> tuple[torch.Tensor, ...]:
     """Return the pointers in the order of the kernel's arguments, x for each that it does not read."""

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 
 from diffusion_runtime.kernels.fp8_rows.reference import QuantizedRows
-from diffusion_runtime.kernels.fp8_rows.triton import parts_of
+from diffusion_runtime.kernels.fp8_rows.triton import launch_of_rows, num_first, pointers_of
 from diffusion_runtime.kernels.implementation import is_interpreted, may_run_on, refusal_of
 from diffusion_runtime.kernels.launches import Launch, LaunchCache, kind_of
 
@@ -28,7 +28,7 @@ def refusal(x: torch.Tensor, features: torch.Tensor | None = None, first: torch.
     reason = refusal_of(x, features, first)
     if reason is not None:
         return reason
-    dim = x.shape[-1] + _num_first(first)
+    dim = x.shape[-1] + num_first(first)
     if not 0 < dim <= MAX_DIM:
         return f"takes rows of 1 to {MAX_DIM} numbers, not {dim}"
     return None
@@ -44,27 +44,16 @@ def quantize_rows(
     """Quantise x [rows, dim] as in api.py. gelu_from: a column of first and x together."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows = _empty_rows_of(x, first)
-    num_rows, dim = rows.values.shape
-    if not num_rows:
+    if not len(x):
         return rows
 
     def prepare() -> Launch:
         from diffusion_runtime.kernels.int8_rows import triton_kernels as kernels
 
-        block, rest = parts_of(dim)
-        strides = [0 if each is None else each.stride(0) for each in (x, features, first)]
-        constants = {
-            "GELU": gelu_from is not None,
-            "GATED": features is not None,
-            "JOINED": first is not None,
-            "GROUP": max(1, group_size),
-            "BLOCK": block,
-            "REST": rest,
-        }
-        numbers = (dim, _num_first(first), *strides, gelu_from or 0)
-        return Launch(kernels.quantize_rows, (num_rows, 1, 1), numbers, constants, 4 if block <= 4096 else 8)
+        more = {"GROUP": max(1, group_size)}
+        return launch_of_rows(kernels.quantize_rows, x, gelu_from, features, first, more)
 
-    _launches.run(_key(x, group_size, gelu_from, features, first), _pointers(x, features, first, rows), prepare)
+    _launches.run(_key(x, group_size, gelu_from, features, first), pointers_of(x, features, first, rows), prepare)
     return rows
 
 
@@ -80,7 +69,7 @@ def repeat(
     if found is None:
         return None
     rows = _empty_rows_of(x, first)
-    found.run(_pointers(x, features, first, rows))
+    found.run(pointers_of(x, features, first, rows))
     return rows
 
 
@@ -132,18 +121,7 @@ def _tile(device: torch.device) -> tuple[int, int, int]:
 
 def _empty_rows_of(x: torch.Tensor, first: torch.Tensor | None) -> QuantizedRows:
     num_rows, dim = x.shape
-    return empty_rows(x, num_rows, dim + _num_first(first))
-
-
-def _num_first(first: torch.Tensor | None) -> int:
-    return 0 if first is None else first.shape[-1]
-
-
-def _pointers(
-    x: torch.Tensor, features: torch.Tensor | None, first: torch.Tensor | None, rows: QuantizedRows
-) -> tuple[torch.Tensor, ...]:
-    """Return the pointers in the order of the kernel's arguments, x for each that it does not read."""
-    return x, x if features is None else features, x if first is None else first, *rows
+    return empty_rows(x, num_rows, dim + num_first(first))
 
 
 def _key(

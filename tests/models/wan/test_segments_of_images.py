@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+import torch
 from PIL import Image
 from saved_runs import saving
 from tables import table
@@ -16,6 +19,7 @@ from tiny_models import write_tiny_wan
 
 from diffusion_runtime import ConfigError, GenerationRequest, Pipeline, RequestError, RuntimeConfig, load_pipeline
 from diffusion_runtime.cli.app import run
+from diffusion_runtime.core.progress import StageClock
 from diffusion_runtime.denoising.segments import Segment, SegmentPlan
 from diffusion_runtime.errors import DeviceMemoryError
 from diffusion_runtime.generation.saved_latents import read_latents
@@ -236,3 +240,33 @@ def test_the_recipe_of_a_stream_that_was_left_repeats_its_frames(two_experts: Pi
     assert made < 9
     again = two_experts(GenerationRequest.from_dict(values))
     assert numpy.array_equal(again.frames[:made], two_experts(request(picture)).frames[:made])
+
+
+@pytest.mark.parametrize("overlap", [1, 2, 5])
+def test_frames_that_no_segment_shares_are_dropped_while_it_is_decoded(
+    overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of 9 frames each in chunks of 2: a part of a chunk is shared, one, and several.
+    chunks: list[weakref.ref[torch.UntypedStorage]] = []
+    num_alive, begins = [], []
+
+    def decoded(_: SegmentedClip, segment: Segment, before: torch.Tensor, __: float) -> Iterator[torch.Tensor]:
+        begins.append(before)
+        for first in range(0, 9, 2):
+            numbers = torch.arange(segment.start + first, segment.start + min(first + 2, 9))
+            chunk = numbers.div(255).view(1, -1, 1, 1, 1).expand(1, -1, 2, 2, 3).contiguous()
+            chunks.append(weakref.ref(chunk.untyped_storage()))
+            yield chunk
+            del chunk
+            num_alive.append(sum(each() is not None for each in chunks))
+
+    monkeypatch.setattr(SegmentedClip, "_decoded", decoded)
+    plan = SegmentPlan(21, 9, overlap, "continued")
+    run: Any = SimpleNamespace(settings=SimpleNamespace(segments=plan))
+    nothing: Any = None
+    clip = SegmentedClip(run, nothing, nothing, StageClock(torch.device("cpu"), None))
+    frames = torch.cat([each[0] for each in clip.stream().chunks])
+    assert frames[:, 0, 0, 0].tolist() == list(range(21))
+    shared = [(before[0, :, 0, 0] + 1).mul(127.5).round().tolist() for before in begins[1:]]
+    assert shared == [list(range(each.start, each.start + overlap)) for each in list(plan)[1:]]
+    assert max(num_alive) <= -(-overlap // 2) + 2
