@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
+
+# Of words that are suggested for an unknown one: spelled at least this much alike, 1 is the same.
+_MIN_LIKENESS, _MAX_COMPARED = 0.7, 40
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Conditions:
 
     embeddings: [batch, max_tokens, dim] on the encoder's device and in its dtype; zero past each prompt's length.
     lengths: the number of valid tokens of each prompt. unknown_words: for each prompt the words its tokenizer does not
-    know; the model cannot tell them apart. num_cut_tokens: for each prompt how many tokens were cut off because it was
+    know; the model cannot tell them apart. known_words: all that a tokenizer of whole words
+    knows, where a prompt has another one; empty otherwise. num_cut_tokens: for each prompt how many tokens were cut off because it was
     too long. pooled: one vector per prompt, [batch, dim], of models that take one. further: the tokens of the encoders
     after the first, in the family's own order. encoder: the name of the first encoder, for a remark that must name
     which of several it is about. further_cuts: truncation by the encoders after the first. picture_places: for a prompt
@@ -85,6 +90,7 @@ class Conditions:
     picture_places: tuple[int, ...] = ()
     picture_ranges: tuple[tuple[int, int], ...] = ()
     seconds: tuple[float, ...] = ()
+    known_words: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -120,6 +126,7 @@ class Conditions:
                 dataclasses.replace(one, num_tokens=one.num_tokens + another.num_tokens) for one, another in cuts
             ),
             seconds=self.seconds + other.seconds,
+            known_words=self.known_words or other.known_words,
         )
 
     def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
@@ -128,7 +135,7 @@ class Conditions:
         shown = prompt if len(prompt) <= 60 else f"{prompt[:57]}..."
         remarks = []
         if self.unknown_words[index]:
-            words = ", ".join(repr(word) for word in self.unknown_words[index])
+            words = ", ".join(_with_nearest(word, self.known_words) for word in self.unknown_words[index])
             remarks.append(f"prompt {shown!r}: the model's tokenizer does not know {words}")
         if self.num_cut_tokens[index]:
             count, room = self.num_cut_tokens[index], self.embeddings.shape[1]
@@ -173,6 +180,12 @@ class Conditions:
             pooled=None if self.pooled is None else torch.zeros_like(self.pooled),
             further=tuple(stream.zeroed() for stream in self.further),
         )
+
+
+def _with_nearest(word: str, known: Sequence[str]) -> str:
+    """Quote a word, with the known ones that are spelled most like it."""
+    close = difflib.get_close_matches(word.lower()[:_MAX_COMPARED], known, n=2, cutoff=_MIN_LIKENESS)
+    return f"{word!r} (nearest: {' or '.join(map(repr, close))})" if close else repr(word)
 
 
 class TextEncoder(ABC):

@@ -47,6 +47,16 @@ class JsonTokenizer:
         ids = {name: tokenizer.token_to_id(settings[name]) for name in _SPECIAL}
         self.eos_token_id, self.pad_token_id, self.unk_token_id = (ids[name] for name in _SPECIAL)
 
+    @property
+    def whole_words(self) -> tuple[str, ...]:
+        """The vocabulary of a tokenizer with one token per word, without its special tokens; empty for subwords, of
+        which none is a word to suggest."""
+        if type(self._tokenizer.model).__name__ != "WordLevel":
+            return ()
+        special = {self.eos_token_id, self.pad_token_id, self.unk_token_id}
+        # The library gives them in another order every time.
+        return tuple(sorted(word for word, index in self._tokenizer.get_vocab().items() if index not in special))
+
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 

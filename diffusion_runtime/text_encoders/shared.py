@@ -85,6 +85,7 @@ def _describe(conditions: Conditions) -> dict[str, Any]:
         "picture_places": conditions.picture_places,
         "picture_ranges": conditions.picture_ranges,
         "unknown_words": conditions.unknown_words,
+        "known_words": conditions.known_words,
         "num_cut_tokens": conditions.num_cut_tokens,
         "has_pooled": conditions.pooled is not None,
         "further_lengths": [stream.lengths for stream in conditions.further],
@@ -110,4 +111,5 @@ def _conditions(header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> Cond
         picture_places=tuple(header["picture_places"]),
         picture_ranges=tuple((start, stop) for start, stop in header["picture_ranges"]),
         seconds=tuple(header["seconds"]),
+        known_words=tuple(header["known_words"]),
     )

@@ -27,7 +27,7 @@ from diffusion_runtime.text_encoders.loading import (
 )
 from diffusion_runtime.text_encoders.sentencepiece_tokenizer import FILE as SENTENCEPIECE
 from diffusion_runtime.text_encoders.sentencepiece_tokenizer import load_t5_sentencepiece
-from diffusion_runtime.text_encoders.tokenized import tokenize
+from diffusion_runtime.text_encoders.tokenized import TokenizedPrompt, tokenize
 from diffusion_runtime.text_encoders.umt5_model import UMT5Encoder, UMT5Sizes, sizes_of
 
 if TYPE_CHECKING:
@@ -178,7 +178,12 @@ class UMT5TextEncoder(TextEncoder):
             lengths=lengths,
             unknown_words=tuple(row.unknown_words for row in rows),
             num_cut_tokens=tuple(row.num_cut_tokens for row in rows),
+            known_words=self._known_words(rows),
         )
+
+    def _known_words(self, rows: Sequence[TokenizedPrompt]) -> tuple[str, ...]:
+        has_unknown = any(row.unknown_words for row in rows)
+        return self.tokenizer.whole_words if has_unknown and isinstance(self.tokenizer, JsonTokenizer) else ()
 
     def _hidden(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the hidden states, [batch, seq, dim]. ids: [batch, seq], mask: [batch, seq], both on the CPU."""

@@ -130,6 +130,18 @@ def test_unknown_words_are_named_once_in_order(text_encoder: UMT5TextEncoder) ->
     assert conditions.unknown_words == (("Wibble", "wobble2", "beside"), ())
 
 
+def test_an_unknown_word_is_said_with_the_known_ones_that_are_spelled_most_like_it(
+    text_encoder: UMT5TextEncoder,
+) -> None:
+    prompts = ["a Cirle moving xyzzy", PROMPTS[0]]
+    conditions = text_encoder.encode(prompts)
+    expected = "prompt 'a Cirle moving xyzzy': the model's tokenizer does not know 'Cirle' (nearest: 'circle'), 'xyzzy'"
+    assert conditions.remarks(0, prompts[0]) == (expected,)
+    assert conditions.joined(text_encoder.encode(PROMPTS[:1])).take([1, 0]).remarks(1, prompts[0]) == (expected,)
+    # Nothing is kept of the vocabulary where every word is known.
+    assert text_encoder.encode(PROMPTS[:1]).known_words == ()
+
+
 def test_a_long_prompt_is_cut_and_says_by_how_much(text_encoder: UMT5TextEncoder) -> None:
     conditions = text_encoder.encode(["red " * 30, PROMPTS[0]])
     # 30 words and the end token do not fit in 24.
