@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
 
 # Of words that are suggested for an unknown one: spelled at least this much alike, 1 is the same.
-_MIN_LIKENESS, _MAX_COMPARED = 0.7, 40
+_MIN_LIKENESS, _MAX_COMPARED = 0.8, 40
 
 
 @dataclass(frozen=True)
