@@ -7,7 +7,9 @@ import { choice, field, files, plain, stepper, takeDrops } from "./inputs.js";
 // Fields that have a place of their own, or are the page's.
 const OWN = /^(prompt|model|size|seed|preset|attention|n|width|height|num_frames|fps|seconds|num_inference_steps|guidance_scale|negative_prompt|image|mask|stream|wait|(input|return|output|response|partial)_.*)$/;
 // Images are kept here, and not with the draft: a browser keeps no files from one load to the next.
-const given = { images: [], masks: [] }, added = new Set(), EXAMPLE = "a red circle moving left";
+const given = { images: [], masks: [] }, added = new Set();
+// In the words of the embedded models, which know few; any other model knows those of the last one too.
+const EXAMPLES = [[/^shapes/, "a red circle moving left"], [/^/, "a whale jumping out of the water in the sea at night"]];
 
 export function makeView() {
   const form = el("div.form"), results = el("div.results");
@@ -27,9 +29,10 @@ export function makeView() {
   };
   // Few steps for a first look, where the model has a preset of them.
   const quick = "fast" in model.card.presets ? "fast" : "";
-  const example = async () => { save({ ...EMPTY, prompt: EXAMPLE, preset: quick }); draw(); put(await submitted(Math.floor(Math.random() * 2 ** 31))); };
+  const prompt = EXAMPLES.find(([id]) => id.test(model.card.id))[1];
+  const example = async () => { save({ ...EMPTY, prompt, preset: quick }); draw(); put(await submitted(Math.floor(Math.random() * 2 ** 31))); };
   const empty = el("div.empty", el("p", "Results appear here. Write a prompt and press Make; to repeat or change an earlier result, drop its file on the form."),
-    model.card.needs_image ? null : trouble.act(`Try it: “${EXAMPLE}”${quick && ", few steps"}`, example));
+    model.card.needs_image ? null : trouble.act(`Try it: “${prompt}”${quick && ", few steps"}`, example));
   const older = trouble.act("Older results", async () => { await everything(); isWhole = true; most += 30; drawResults(); });
   draw();
   drawResults();
