@@ -68,9 +68,9 @@ class Conditions:
 
     embeddings: [batch, max_tokens, dim] on the encoder's device and in its dtype; zero past each prompt's length.
     lengths: the number of valid tokens of each prompt. unknown_words: for each prompt the words its tokenizer does not
-    know; the model cannot tell them apart. known_words: all that a tokenizer of whole words
-    knows, where a prompt has another one; empty otherwise. num_cut_tokens: for each prompt how many tokens were cut off because it was
-    too long. pooled: one vector per prompt, [batch, dim], of models that take one. further: the tokens of the encoders
+    know; the model cannot tell them apart. known_words: all that a tokenizer of whole words knows, where a prompt has
+    another one; empty otherwise. num_cut_tokens: for each prompt how many tokens were cut off because it was too long.
+    pooled: one vector per prompt, [batch, dim], of models that take one. further: the tokens of the encoders
     after the first, in the family's own order. encoder: the name of the first encoder, for a remark that must name
     which of several it is about. further_cuts: truncation by the encoders after the first. picture_places: for a prompt
     about pictures whose own tokens are left out, how many tokens precede each; the same for every prompt.
