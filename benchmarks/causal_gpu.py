@@ -27,6 +27,7 @@ import torch
 from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig
 from diffusion_runtime.benchmark.random_pipeline import random_pipeline
+from diffusion_runtime.parallel.world import World
 
 MODEL = "wan2.1-1.3b"
 CAUSAL = {
@@ -76,7 +77,8 @@ CASES = (
 """Those of one pipeline one after the other."""
 
 
-def open_pipeline(device: torch.device, runtime: Mapping[str, Any]) -> Pipeline:
+def open_pipeline(device: torch.device, runtime: Mapping[str, Any], world: World | None = None) -> Pipeline:
+    """Random weights of the published sizes on a GPU, of tiny ones elsewhere."""
     changes = {} if device.type == "cuda" else TINY
     changes = {
         **changes,
@@ -87,8 +89,8 @@ def open_pipeline(device: torch.device, runtime: Mapping[str, Any]) -> Pipeline:
         },
     }
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    config = RuntimeConfig(device=str(device), dtype=dtype, **runtime)
-    return random_pipeline(MODEL, config, lambda _: None, changes)
+    config = RuntimeConfig(device=str(device) if world is None else device.type, dtype=dtype, **runtime)
+    return random_pipeline(MODEL, config, lambda _: None, changes, world)
 
 
 def allocated(device: torch.device) -> int:

@@ -1,0 +1,109 @@
+"""Write the tables of docs/scaling.md that follow from benchmarks/scaling_model.py and the committed measurements:
+python scripts/write_scaling_tables.py            # the page, made anew
+python scripts/write_scaling_tables.py --check    # exit code 1 where the page says something else
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Run as a script too, whose path has its own folder alone.
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.scaling_gpu import plan, predicted, programs_predicted  # noqa: E402
+from benchmarks.scaling_model import Constants, Degrees, fit, measured_rows, models, predict  # noqa: E402
+
+PAGE = ROOT / "docs" / "scaling.md"
+START, END = "<!-- scaling: scripts/write_scaling_tables.py -->\n", "<!-- end of the scaling -->\n"
+# A guided step of Wan 1.3B beyond one host.
+ON_PAPER = (
+    Degrees(ulysses=4, branches=2, num_head_groups=2),
+    Degrees(ulysses=6, branches=2, num_head_groups=2),
+    Degrees(ulysses=4, ring=4, branches=2, num_head_groups=2),
+    Degrees(ulysses=4, ring=8, branches=2, num_head_groups=2),
+)
+
+
+def tables() -> str:
+    constants = fit()
+    return f"{_measured(constants)}\n{_planned(constants)}\n{_on_paper(constants)}"
+
+
+def _measured(constants: Constants) -> str:
+    lines = [
+        f"Fitted: attention {constants.attention_rate / 1e9:.0f} TFLOP/s, {constants.fixed_ms:.2f} ms per layer for what "
+        f"is not shared, all-to-all {constants.all_to_all / 1e6:.0f} GB/s, all-reduce {constants.all_reduce / 1e6:.0f} "
+        f"GB/s; of an all-to-all that overlaps {100 * constants.exposed:.0f} % are exposed, and attention loses "
+        f"{constants.slowed:.2f} ms per ms of the rest.\n",
+        "| measured on two H200s | ms | predicted | off by |",
+        "|---|---|---|---|",
+    ]
+    for name, _, milliseconds, made, fitted in measured_rows(constants):
+        note = f" ({fitted})" if fitted else ""
+        lines.append(f"| {name} | {milliseconds:.1f} | {made:.1f} | {100 * (made / milliseconds - 1):+.1f} %{note} |")
+    for name, value, made, unit in programs_predicted():
+        lines.append(f"| {name} | {value:.2f} {unit} | {made:.2f} {unit} | {100 * (made / value - 1):+.1f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def _planned(constants: Constants) -> str:
+    lines = [
+        "| one step, never measured | 4 GPUs, ms | over one | 8 GPUs, ms | over one | bound by |",
+        "|---|---|---|---|---|---|",
+    ]
+    cells: dict[str, dict[int, tuple[float, float, str]]] = {}
+    for num in (4, 8):
+        alone: dict[tuple[str, ...], float] = {}
+        for row in plan(num):
+            found = predicted(row, constants)
+            if not found:
+                continue
+            milliseconds = found["predicted_ms"]
+            if row.degrees.num_processes == 1:
+                alone[row.alone] = milliseconds
+                continue
+            speedup = (2 if row.is_guided else 1) * alone[row.alone] / milliseconds
+            name = row.name.replace(f" {num}", " N").replace(f" {num // 2}", " N/2")
+            cells.setdefault(name, {})[num] = milliseconds, speedup, found["predicted_bound"]
+    for name, found in cells.items():
+        columns = [f"{found[num][0]:.0f} | {found[num][1]:.2f}x" if num in found else " | " for num in (4, 8)]
+        lines.append(f"| {name} | {' | '.join(columns)} | {list(found.values())[-1][2]} |")
+    return "\n".join(lines) + "\n"
+
+
+def _on_paper(constants: Constants) -> str:
+    wan = models()["wan2.1-1.3b"]
+    one = predict(wan, Degrees(), constants, is_guided=True).total
+    shown = []
+    for degrees in ON_PAPER:
+        made = predict(wan, degrees, constants, is_guided=True)
+        share = 100 * made.exchanges / made.total
+        shown.append(
+            f"{one / made.total:.1f}x on {degrees.num_processes} GPUs (branches {degrees.branches} x ulysses "
+            f"{degrees.ulysses} x ring {degrees.ring}, {share:.0f} % of it exchanges)"
+        )
+    return (
+        f"A guided step of Wan 1.3B at 480p, on paper: {', '.join(shown)}. Assumed: 20 us to start an exchange, eight "
+        "GPUs per host, one 400 Gb/s link per GPU between hosts.\n"
+    )
+
+
+def with_tables(page: str) -> str:
+    before, _, rest = page.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{tables()}\n{END}{after}"
+
+
+def main() -> int:
+    page = PAGE.read_text(encoding="utf-8")
+    made = with_tables(page)
+    if "--check" in sys.argv[1:]:
+        return int(made != page)
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
