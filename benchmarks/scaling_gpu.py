@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine
-from benchmarks.scaling_model import Constants, Degrees, fit, models, predict
+from benchmarks.scaling_model import Constants, Degrees, decode_seconds, fit, models, predict, programs
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = "diffusion_runtime.scaling_gpu/1"
@@ -87,7 +87,7 @@ CHECKED_SIZES = {**SIZES, "480p": (240, 416, 17), "720p": (240, 416, 17), "5 s":
 # How far rounding may take a row from float32, over what it takes one GPU.
 MAX_ERROR_RATIO = 1.2
 # Of the rounds of one row; at least one is timed.
-ROUND_SECONDS, MAX_ROUNDS = 6.0, 5
+ROUND_SECONDS, MAX_ROUNDS = 2.0, 5
 # What stays of the whole time for the last row's processes to be killed and the file to be written.
 LAST_SECONDS = 5.0
 
@@ -104,7 +104,7 @@ class Row:
     seconds: float = 60.0
     model: str = ""
     size: str = ""
-    degrees: Degrees = Degrees()
+    degrees: Degrees = field(default_factory=Degrees)
     quantization: str = "none"
     is_guided: bool = False
     bar: float | None = None
@@ -165,20 +165,29 @@ def plan(num: int) -> list[Row]:
         bar=45.0 if num == 8 else None,
     )
     start = Row(
-        f"start to first step, 1 and {num} processes",
+        f"start to first step, {num} processes",
         "program",
         num,
         110.0,
         arguments=("benchmarks.start_gpu", "--only", "cold-warm", "--num-gpus", str(num), "--output", "{output}"),
         bar=15.0,
     )
-    replicas = Row(
-        f"replicas and gangs of {num}",
-        "program",
-        num,
-        130.0,
-        arguments=("benchmarks.replicas_gpu", "--num-gpus", str(num), "--rounds", "2", "--output", "{output}"),
-        bar=0.975 * num,
+    replicas, gangs = (
+        Row(
+            f"{num} replicas{beside}, {label}",
+            "program",
+            num,
+            130.0,
+            arguments=(
+                *("benchmarks.replicas_gpu", "--num-gpus", str(num), "--parts", part, "--rounds", "2"),
+                *("--output", "{output}"),
+            ),
+            bar=bar,
+        )
+        for part, label, beside, bar in (
+            ("flux", "FLUX.1 [dev]", "", 0.975 * num),
+            ("embedded", "the embedded model", f" and a gang of {num}", None),
+        )
     )
     of_14b = [
         step(WAN_14B, "720p", num, Degrees(), seconds=90.0),
@@ -218,8 +227,7 @@ def plan(num: int) -> list[Row]:
         step(WAN_1B, "720p", num, by(ulysses=half, ring=2)),
     ]
     decodes = [
-        Row(f"{WAN_1B} {size}: a clip of 2 steps, {each} process(es)", "clip", each, 60.0, WAN_1B, size)
-        for each in (num, 1)
+        Row(f"{WAN_1B} {size}: a clip of 2 steps, {num} processes", "clip", num, 60.0, WAN_1B, size)
         for size in ("720p", "480p")
     ]
     stream = Row(f"causal {WAN_1B} 480p: a stream, {num} processes", "stream", num, 60.0, WAN_1B, "480p")
@@ -233,7 +241,8 @@ def plan(num: int) -> list[Row]:
             *("--rounds", "3", "--output", "{output}"),
         ),
     )
-    return [*of_14b, *of_h3, h3_clip, start, replicas, *of_flux2, *of_480p, *of_1b_720p, *decodes, stream, variants]
+    first = [*of_14b, *of_h3, h3_clip, start, replicas]
+    return [*first, *of_flux2, *of_480p, *of_1b_720p, *decodes, stream, gangs, variants]
 
 
 def two_gpus() -> list[Row]:
@@ -381,7 +390,7 @@ class _Steps:
 
         exact_key = row.model, row.is_guided
         if exact_key not in self.exact:
-            self.exact = {exact_key: output(ProcessMesh(), torch.float32, "none")}
+            self.exact[exact_key] = output(ProcessMesh(), torch.float32, "none")
         exact = self.exact[exact_key]
 
         def error(mesh: Any) -> float:
@@ -422,7 +431,11 @@ class _Pipelines:
         if row.degrees.num_processes > 1:
             degrees = row.degrees
             parallel = ParallelConfig(
-                None, degrees.ulysses, degrees.ring, degrees.branches > 1, degrees.tensor if degrees.tensor > 1 else None
+                None,
+                degrees.ulysses,
+                degrees.ring,
+                degrees.branches > 1,
+                degrees.tensor if degrees.tensor > 1 else None,
             )
         is_cuda = self.device.type == "cuda"
         return RuntimeConfig(
@@ -492,7 +505,15 @@ class _Team:
         self.has_begun = False
         self.lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.ranks: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-m", "benchmarks.scaling_gpu", "--plan", arguments.plan, "--device", arguments.device]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.scaling_gpu",
+            "--plan",
+            arguments.plan,
+            "--device",
+            arguments.device,
+        ]
         command += ["--small"] if arguments.small else []
         command += ["--rank-rows", json.dumps([row.name for row in rows])]
         for rank in range(first.num_processes):
@@ -603,22 +624,27 @@ def run_program(row: Row, seconds: float, arguments: argparse.Namespace) -> dict
 
 
 def predicted(row: Row, constants: Constants) -> dict[str, Any]:
-    """What the model says of a step, in ms, with its bound."""
-    model = models().get(row.model)
-    if row.kind != "step" or model is None:
-        return {}
-    height, width, num_frames = SIZES[row.size]
+    """What the model says of a row: ms of a step with its bound, seconds of a clip's decoding, figures of a program."""
+    if row.kind == "program":
+        of_row = [each for each in programs(row.num_processes) if each.topic in row.name]
+        return {"predicted": {each.name: round(each.predicted, 2) for each in of_row}} if of_row else {}
+    if row.kind == "clip":
+        decode = decode_seconds()[row.model, row.size] / row.num_processes
+        if row.model != H3:
+            return {"predicted_decode_s": decode}
+        steps = row.num_steps * _step(row, constants)["predicted_ms"] / 1e3
+        return {"predicted_s": steps + decode, "predicted_decode_s": decode}
+    return _step(row, constants) if row.kind == "step" else {}
+
+
+def _step(row: Row, constants: Constants) -> dict[str, Any]:
+    model = models()[row.model]
+    num_tokens = model.num_tokens
     if row.model in (WAN_1B, WAN_14B):
+        height, width, num_frames = SIZES[row.size]
         num_tokens = ((num_frames - 1) // 4 + 1) * (height // 16) * (width // 16)
-    else:
-        num_tokens = model.num_tokens
     made = predict(
-        model,
-        row.degrees,
-        constants,
-        num_tokens=num_tokens,
-        quantization=row.quantization,
-        is_guided=row.is_guided,
+        model, row.degrees, constants, num_tokens=num_tokens, quantization=row.quantization, is_guided=row.is_guided
     )
     return {"predicted_ms": made.total, "predicted_bound": made.bound}
 
@@ -652,8 +678,9 @@ class _Document:
                 self.alone[row.alone] = time_of
             if row.alone in self.alone:
                 kept["speedup"] = (2 if row.is_guided else 1) * self.alone[row.alone] / time_of
-        if "ms" in kept and "predicted_ms" in kept:
-            kept["predicted_off_percent"] = 100 * (kept["predicted_ms"] / kept["ms"] - 1)
+        for unit in ("ms", "s"):
+            if unit in kept and f"predicted_{unit}" in kept:
+                kept["predicted_off_percent"] = 100 * (kept[f"predicted_{unit}"] / kept[unit] - 1)
         self.values["rows"].append(kept)
         self.write()
         print(shown(kept), flush=True)
@@ -672,6 +699,9 @@ def shown(row: Mapping[str, Any]) -> str:
         ("speedup", "{:.2f}x"),
         ("bar", "bar {}"),
         ("predicted_ms", "predicted {:.1f}"),
+        ("predicted_s", "predicted {:.1f}"),
+        ("predicted_decode_s", "of which decoding {:.2f}"),
+        ("predicted", "predicted {}"),
         ("predicted_off_percent", "off {:+.1f} %"),
         ("nccl_ms", "nccl {:.1f}"),
         ("exposed_ms", "exposed {:.1f}"),

@@ -35,6 +35,12 @@ MEMORY_BANDWIDTH = 4.3e9
 NORM_PASSES = 12
 # What launches a block's kernels takes on the host: 44.6 ms for 40 blocks of Wan 14B (bench_step.json).
 HOST_MS_PER_LAYER = 1.15
+# Of a request of the embedded model (12 steps, 29 frames), counted: its exchanges between two processes, of which 160
+# are of rows of the decoder's convolutions. Assumed: what the host takes to launch one with the copies around it.
+GANG_STEPS, GANG_EXCHANGES, GANG_EXCHANGE_S = 12, 221, 2e-4
+POLLS = (0.0002, 1.25, 0.02)
+# From the launcher's call of torch's elastic launcher until its processes run, and what opening a communicator adds.
+ELASTIC_S, COMMUNICATOR_S = 0.6, 0.4
 
 
 @dataclass(frozen=True)
@@ -144,8 +150,8 @@ def attention_operations(model: Model, num_tokens: int) -> float:
 
 
 def fit() -> Constants:
-    """Fit the constants: attention's rate to the profile of MiniMax-H3's forward; fixed and all_to_all to `ulysses 2`, exposed and
-    slowed to `ulysses 2, 2 head groups` (Wan 1.3B); all_reduce to `tensor parallel 2` (Wan 14B)."""
+    """Fit the constants: attention's rate to the profile of MiniMax-H3's forward; fixed and all_to_all to `ulysses 2`,
+    exposed and slowed to `ulysses 2, 2 head groups` (Wan 1.3B); all_reduce to `tensor parallel 2` (Wan 14B)."""
     rows, forward = rows_of("parallel_gpu"), _read("minimax_h3_gpu")["forward"]
     h3 = models()["minimax-h3"]
     attention = attention_operations(h3, h3.num_tokens) / forward["rows"][0]["shares"]["attention"]
@@ -275,16 +281,36 @@ def measured_rows(constants: Constants) -> list[tuple[str, int, float, float, st
     return found
 
 
+def decode_seconds() -> dict[tuple[str, str], float]:
+    """Return the seconds of decoding on one GPU, by model and size; 720p has 2.3 times the pixels of 480p."""
+    wan = _read("decode_gpu")["times"]["channels first"]["median_ms"] / 1e3
+    h3 = _read("minimax_h3_decode_gpu")["ours"][0]["frames_as_bytes"]["seconds"]
+    return {
+        ("wan2.1-1.3b", "480p"): wan,
+        ("wan2.1-1.3b", "720p"): wan * 720 * 1280 / (480 * 832),
+        ("minimax-h3", "5 s"): h3,
+    }
+
+
 @dataclass(frozen=True)
 class Program:
-    """A committed measurement of two processes that is no step, or what is said of more. measured: None where no run
-    was."""
+    """A committed measurement of two processes that is no step, or what is said of more. topic: in the name of a row
+    that measures it. measured: None where no run was."""
 
     name: str
+    topic: str
     num_processes: int
     unit: str
     predicted: float
     measured: float | None = None
+
+
+def _late(seconds: float, first: float, longer: float, longest: float) -> float:
+    """Seconds by which a poll finds late what happens after `seconds` (parallel/run_store.py)."""
+    now, pause = 0.0, first
+    while now < seconds:
+        now, pause = now + pause, min(longer * pause, longest)
+    return now - seconds
 
 
 def programs(num: int) -> list[Program]:
@@ -292,25 +318,34 @@ def programs(num: int) -> list[Program]:
     start; with what two of them took, where `num` is 2.
 
     A start: the launcher imports torch before its ranks begin to, and the ranks' first collectives open NCCL. A gang
-    has no CUDA graphs, and each of its exchanges is launched by the host.
+    has no CUDA graphs, each of its exchanges is launched by the host, and its followers poll for the request and for
+    every step of rank 0's.
     """
-    found = []
+    found: list[Program] = []
     replicas = _read("replicas_gpu")
     for name, label in (("embedded", "the embedded model"), ("flux", "FLUX.1 [dev]")):
         one, several = replicas[name]["rows"][:2]
         made, unit = num * one["requests_per_minute"], "requests per minute"
         measured = several["requests_per_minute"] if num == 2 else None
-        found.append(Program(f"{num} replicas, {label}", num, unit, made, measured))
+        found.append(Program(f"{num} replicas, {label}", label, num, unit, made, measured))
     one, _, gang = replicas["embedded"]["rows"]
-    seconds = next(row["seconds"] for row in _read("cuda_graphs_gpu")["rows"] if row["case"] == "shapes")
-    made = one["seconds_per_request"] + seconds["off"] - seconds["auto"] + GANG_EXCHANGES * GANG_EXCHANGE_S
+    seconds = next(row["stages"] for row in _read("cuda_graphs_gpu")["rows"] if row["case"] == "shapes")
+    denoise_off = seconds["off"]["denoise"]
+    seconds = {mode: stages["denoise"] + stages["decode"] for mode, stages in seconds.items()}
+    # What was measured polled from 2 ms on, twice as long each time, 50 ms at most.
+    first, longer, longest = (0.002, 2.0, 0.05) if num == 2 else POLLS
+    off_step = denoise_off / GANG_STEPS
+    late = GANG_STEPS * _late(off_step, first, longer, longest) + longest / 2
+    made = one["seconds_per_request"] + seconds["off"] - seconds["auto"] + GANG_EXCHANGES * GANG_EXCHANGE_S + late
     measured = gang["seconds_per_request"] if num == 2 else None
-    found.append(Program(f"a gang of {num}, the embedded model", num, "s", made, measured))
+    found.append(Program(f"a gang of {num}, the embedded model", "the embedded model", num, "s", made, measured))
     start = _read("start_gpu")["one_and_two_gpus"]
     warm = {run["num_processes"]: run for run in start["runs"] if run["kernel_cache"] == "warm"}
     alone = warm[1]["seconds_to_first_step"]
     launcher = warm[1]["parts"]["interpreter, command line, launcher"]
-    made = alone + launcher + (1 + math.log2(num)) * COMMUNICATOR_S
+    made = alone + launcher + ELASTIC_S + (1 + math.log2(num)) * COMMUNICATOR_S
     measured = warm[2]["seconds_to_first_step"] if num == 2 else None
-    found.append(Program(f"start to first step, {num} processes, warm", num, "s", made, measured))
+    found.append(
+        Program(f"start to first step, {num} processes, warm", "start to first step", num, "s", made, measured)
+    )
     return found
