@@ -39,8 +39,8 @@ CAUSAL = {
 }
 TINY: Mapping[str, Mapping[str, object]] = {
     "transformer/config.json": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
+        "num_attention_heads": 12,
+        "attention_head_dim": 8,
         "ffn_dim": 64,
         "num_layers": 2,
     },

@@ -230,7 +230,9 @@ def plan(num: int) -> list[Row]:
         Row(f"{WAN_1B} {size}: a clip of 2 steps, {num} processes", "clip", num, 60.0, WAN_1B, size)
         for size in ("720p", "480p")
     ]
-    stream = Row(f"causal {WAN_1B} 480p: a stream, {num} processes", "stream", num, 60.0, WAN_1B, "480p")
+    stream = Row(
+        f"causal {WAN_1B} 480p: a stream, {num} processes", "stream", num, 60.0, WAN_1B, "480p", by(ulysses=num)
+    )
     variants = Row(
         "wan2.1-1.3b 480p: sparse and other variants (parallel_gpu)",
         "program",
