@@ -47,7 +47,7 @@ TINY: Mapping[str, Mapping[str, object]] = {
     "vae/config.json": {"base_dim": 8},
 }
 PUBLISHED = {"height": 480, "width": 832}
-SMALL = {"height": 32, "width": 32}
+SMALL = {"height": 64, "width": 32}
 BAR_CHUNK_S, BAR_FIRST_S = 0.40, 0.60
 AROUND = 10
 
