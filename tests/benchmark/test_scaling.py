@@ -9,6 +9,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -149,17 +150,22 @@ def _on_two_processes(program: str, *arguments: str) -> list[str]:
         port = found.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Files: a rank that waits for its pipe to be read keeps the other from ending.
+    outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
+            stdout=output,
         )
-        for rank in range(2)
+        for rank, output in enumerate(outputs)
     ]
-    said = [process.communicate(timeout=300)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
+    assert [process.wait(300) for process in ranks] == [0, 0]
+    said = []
+    for output in outputs:
+        with output:
+            output.seek(0)
+            said.append(output.read())
     return said
 
 
