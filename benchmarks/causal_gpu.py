@@ -27,6 +27,7 @@ import torch
 from benchmarks.machine import describe_machine
 from diffusion_runtime import GenerationRequest, Pipeline, RuntimeConfig
 from diffusion_runtime.benchmark.random_pipeline import random_pipeline
+from diffusion_runtime.parallel.world import World
 
 MODEL = "wan2.1-1.3b"
 CAUSAL = {
@@ -38,15 +39,15 @@ CAUSAL = {
 }
 TINY: Mapping[str, Mapping[str, object]] = {
     "transformer/config.json": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
+        "num_attention_heads": 12,
+        "attention_head_dim": 8,
         "ffn_dim": 64,
         "num_layers": 2,
     },
     "vae/config.json": {"base_dim": 8},
 }
 PUBLISHED = {"height": 480, "width": 832}
-SMALL = {"height": 32, "width": 32}
+SMALL = {"height": 64, "width": 32}
 BAR_CHUNK_S, BAR_FIRST_S = 0.40, 0.60
 AROUND = 10
 
@@ -76,7 +77,8 @@ CASES = (
 """Those of one pipeline one after the other."""
 
 
-def open_pipeline(device: torch.device, runtime: Mapping[str, Any]) -> Pipeline:
+def open_pipeline(device: torch.device, runtime: Mapping[str, Any], world: World | None = None) -> Pipeline:
+    """Random weights of the published sizes on a GPU, of tiny ones elsewhere."""
     changes = {} if device.type == "cuda" else TINY
     changes = {
         **changes,
@@ -87,8 +89,8 @@ def open_pipeline(device: torch.device, runtime: Mapping[str, Any]) -> Pipeline:
         },
     }
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    config = RuntimeConfig(device=str(device), dtype=dtype, **runtime)
-    return random_pipeline(MODEL, config, lambda _: None, changes)
+    config = RuntimeConfig(device=str(device) if world is None else device.type, dtype=dtype, **runtime)
+    return random_pipeline(MODEL, config, lambda _: None, changes, world)
 
 
 def allocated(device: torch.device) -> int:

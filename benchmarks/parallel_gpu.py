@@ -31,8 +31,8 @@ from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.denoising.guidance import with_guidance
 from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.wan.config import WanTransformerConfig
+from diffusion_runtime.models.wan.family import FAMILY
 from diffusion_runtime.models.wan.transformer import WanTransformer
-from diffusion_runtime.models.wan.weights import stays_float32
 from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.collectives import RankGroup
 from diffusion_runtime.parallel.groups import ProcessMesh
@@ -169,7 +169,7 @@ def build(problem: Problem, variant: Variant, mesh: ProcessMesh, dtype: torch.dt
 
 def in_dtype(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """As a checkpoint is loaded."""
-    return {name: x if stays_float32(name) else x.to(dtype) for name, x in weights.items()}
+    return {name: x if FAMILY.weights.stays_float32(name) else x.to(dtype) for name, x in weights.items()}
 
 
 Run = Callable[[], torch.Tensor]

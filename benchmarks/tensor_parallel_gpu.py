@@ -28,12 +28,23 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.machine import describe_machine
-from benchmarks.parallel_gpu import Run, measure_communication, measure_times, meet, over_processes, synchronise
-from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache
+from benchmarks.parallel_gpu import (
+    GUIDANCE_SCALE,
+    Run,
+    measure_communication,
+    measure_times,
+    meet,
+    over_processes,
+    synchronise,
+)
+from diffusion_runtime.attention import AttentionContext, AttentionPolicy, RequestCache, StepInfo
 from diffusion_runtime.benchmark.replayed_step import steps_around
 from diffusion_runtime.benchmark.step_model import StepModel, open_step_model, with_size
+from diffusion_runtime.denoising.guidance import with_guidance
+from diffusion_runtime.denoising.interface import Predict
 from diffusion_runtime.layers.modulation_rows import plan_steps
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.parallel.groups import ProcessMesh
 
 MODEL, NUM_LAYERS = "wan2.2-t2v-a14b", 40
@@ -92,7 +103,7 @@ def main() -> int:
     with torch.inference_mode():
         errors = measure_errors(_opened(NUM_CHECKED_LAYERS, changes, size), variants, meshes, device)
         opened = _opened(arguments.layers, changes, size)
-        models = {each.name: build(opened, each, meshes, device, torch.bfloat16) for each in variants}
+        models = {each.name: build_variant(opened, each, meshes, device, torch.bfloat16) for each in variants}
         runs = {
             each.name: run_of(opened, models[each.name], meshes[each.tensor, each.ulysses], device, torch.bfloat16)
             for each in variants
@@ -130,7 +141,7 @@ def _opened(num_layers: int, changes: Mapping[str, Any], size: Mapping[str, int]
     return with_size(open_step_model(MODEL, num_layers, changes), **sizes, batch=1)
 
 
-def build(
+def build_variant(
     opened: StepModel,
     variant: Variant,
     meshes: Mapping[tuple[int, int], ProcessMesh],
@@ -138,22 +149,59 @@ def build(
     dtype: torch.dtype,
 ) -> DiffusionTransformer:
     mesh = meshes[variant.tensor, variant.ulysses]
+    return build(opened, mesh, device, dtype, variant.quantization, variant.num_head_groups)
+
+
+def build(
+    opened: StepModel,
+    mesh: ProcessMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: str,
+    num_head_groups: int,
+) -> DiffusionTransformer:
+    """This process's part of the transformer, with random weights that are the same on all."""
     policy = AttentionPolicy(
-        device=str(device), dtype=dtype, environment=None, mesh=mesh, num_head_groups=variant.num_head_groups
+        device=str(device), dtype=dtype, environment=None, mesh=mesh, num_head_groups=num_head_groups
     )
     shared = dataclasses.replace(opened, model=opened.model.shared_by(mesh.tensor))
-    return shared.build(policy, device, dtype, variant.quantization)[0]
+    return shared.build(policy, device, dtype, quantization)[0]
 
 
 def run_of(
     opened: StepModel, model: DiffusionTransformer, mesh: ProcessMesh, device: torch.device, dtype: torch.dtype
 ) -> Run:
     """A forward pass of a later step: what depends on prompt and timesteps alone was computed by the first one."""
-    given = opened.inputs(device, dtype).ours
-    steps = steps_around(given[1], 50)
+    predict, latents, step = _prediction(opened, model, mesh, device, dtype)
+    return lambda: predict(latents, step)
+
+
+def guided_run_of(
+    opened: StepModel, model: DiffusionTransformer, mesh: ProcessMesh, device: torch.device, dtype: torch.dtype
+) -> Run:
+    """A guided step of two passes, or of one where the mesh has branches. The unconditional one sees the latents
+    mirrored in place of another text, so that a branch taken for the other is an error."""
+    predict, latents, step = _prediction(opened, model, mesh, device, dtype)
+
+    def predict_branch(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        return predict(latents.flip(-1) if step.branch == "uncond" else latents, step)
+
+    guided = with_guidance(predict_branch, GUIDANCE_SCALE, "two_pass", branches=BranchExchange.of(mesh))
+    return lambda: guided(latents, step)
+
+
+def _prediction(
+    opened: StepModel, model: DiffusionTransformer, mesh: ProcessMesh, device: torch.device, dtype: torch.dtype
+) -> tuple[Predict, torch.Tensor, StepInfo]:
+    latents, timestep, inputs = opened.inputs(device, dtype).ours
+    steps = steps_around(timestep, 50)
     context = AttentionContext(sharding=mesh.sharding, step=steps[25], state=RequestCache())
     plan_steps(context.state, steps)
-    return lambda: model(*given, context)
+
+    def predict(latents: torch.Tensor, step: StepInfo) -> torch.Tensor:
+        return model(latents, timestep, inputs, dataclasses.replace(context, step=step))
+
+    return predict, latents, steps[25]
 
 
 def measure_errors(
@@ -165,7 +213,7 @@ def measure_errors(
     """Of a forward pass in bfloat16, relative to one GPU in float32, beside that of one GPU with the same weights."""
 
     def output(variant: Variant, dtype: torch.dtype) -> torch.Tensor:
-        model = build(opened, variant, meshes, device, dtype)
+        model = build_variant(opened, variant, meshes, device, dtype)
         mesh = meshes[variant.tensor, variant.ulysses]
         return run_of(opened, model, mesh, device, dtype)().double()
 

@@ -6,9 +6,10 @@ that an ordinary prompt has for this model; the text encoder is left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.core.latent_geometry import ClipSize
 from diffusion_runtime.core.model_folder import INDEX_FILE
 from diffusion_runtime.decoders.interface import LatentDecoder
+from diffusion_runtime.decoders.shared_decoder import SharedDecoder
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
@@ -27,6 +29,7 @@ from diffusion_runtime.loading.preparation import prepare
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published_folders import write_folder
 from diffusion_runtime.models.random_weights import draw_weight, fill_randomly
+from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
@@ -52,10 +55,15 @@ class RandomConditions(TextEncoder):
 
 
 def random_pipeline(
-    name: str, config: RuntimeConfig, on_stage: OnStage, changes: Mapping[str, Mapping[str, object]] | None = None
+    name: str,
+    config: RuntimeConfig,
+    on_stage: OnStage,
+    changes: Mapping[str, Mapping[str, object]] | None = None,
+    world: World | None = None,
 ) -> Pipeline:
     """Build the pipeline of a name of `models` or a hub id. config: of the run; its model_path is not read. changes: of
-    the folder's json by file, such as sizes that a CPU computes.
+    the folder's json by file, such as sizes that a CPU computes. world: as of load_pipeline; every process gets the
+    same numbers, or its part of them.
 
     Raises ConfigError for a name of nothing and for weights that are to be offloaded, and what `prepare` raises for
     choices that cannot run here.
@@ -71,30 +79,49 @@ def random_pipeline(
         name, changes=changes.get("transformer/config.json", {}), index_changes=changes.get(INDEX_FILE, {})
     )
     # Not inference mode: threads that read weights are not in it, and could not write to tensors made in it.
-    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary, torch.no_grad():
-        folder = write_folder(Path(temporary), files)
-        prepared = prepare(dataclasses.replace(config, model_path=str(folder), backend="native")).inspectable
+    with _temporary_folder(world) as temporary, torch.no_grad():
+        folder = temporary
+        if world is None or world.is_first:
+            write_folder(folder, files)
+        if world is not None:
+            world.wait_for_all()
+        prepared = prepare(dataclasses.replace(config, model_path=str(folder), backend="native"), world).inspectable
         if prepared is None:
             raise ConfigError(f"{name}: no native model runs it")
         device, dtype = prepared.device, prepared.dtype
         on_stage(f"building the transformer of {name}")
         transformer = fill_randomly(prepared.model, prepared.transformer, device, dtype)
         on_stage(f"building the decoder of {name}")
-        decoder = random_decoder(prepared, folder)
+        decoder = random_decoder(prepared, folder, world)
         conditioner = None
         if wanted_images(prepared.rules):
             on_stage(f"building the image encoder of {name}")
             conditioner = _random_conditioner(prepared, opened)
+        if world is not None:
+            world.wait_for_all()
     parts = PipelineParts(
         text_encoder=RandomConditions(opened, device, dtype),
         transformer=transformer,
         decoder=decoder,
         load_image_conditioner=lambda: _loaded(conditioner),
         products=prepared.quantization.counter,
-        graphs=make_graphs(prepared.description.config, device, is_offloaded=False),
-        decoder_graphs=make_decoder_graphs(prepared.description.config, device),
+        graphs=make_graphs(prepared.description.config, device, False, None if world is None else world.group),
+        decoder_graphs=make_decoder_graphs(prepared.description.config, device) if world is None else None,
     )
-    return Pipeline(parts, prepared.rules, device=device, dtype=dtype, recipe=prepared.description.to_dict())
+    recipe = prepared.description.to_dict()
+    return Pipeline(parts, prepared.rules, device=device, dtype=dtype, recipe=recipe, mesh=prepared.mesh)
+
+
+@contextlib.contextmanager
+def _temporary_folder(world: World | None) -> Iterator[Path]:
+    """Context manager: one folder for all processes, so that a decoder of gigabytes is written once."""
+    if world is not None and not world.is_first:
+        yield Path(world.from_first(str))
+        return
+    with tempfile.TemporaryDirectory(prefix="diffusion_runtime_bench_") as temporary:
+        if world is not None:
+            world.from_first(lambda: temporary)
+        yield Path(temporary)
 
 
 class RandomImages(ImageConditioner):
@@ -128,8 +155,19 @@ def _loaded(conditioner: ImageConditioner | None) -> ImageConditioner:
     return conditioner
 
 
-def random_decoder(prepared: InspectableModel, folder: Path) -> LatentDecoder:
-    """Loaded from files of random numbers, as the real one is from its own. folder: where they are written."""
+def random_decoder(prepared: InspectableModel, folder: Path, world: World | None = None) -> LatentDecoder:
+    """Loaded from files of random numbers, as the real one is from its own. folder: where they are written, by the
+    first process of a world."""
+    if world is None or world.is_first:
+        _write_decoder(prepared, folder)
+    if world is not None:
+        world.wait_for_all()
+    decoder = prepared.model.load_decoder(prepared.device, prepared.dtype)
+    decoder = decoder.in_mode(prepared.description.config.vae_decode)
+    return decoder if world is None else SharedDecoder(decoder, world)
+
+
+def _write_decoder(prepared: InspectableModel, folder: Path) -> None:
     for component in prepared.model.family.files.diffusers_components:
         if not (folder / component.name / "config.json").is_file():
             continue
@@ -144,5 +182,3 @@ def random_decoder(prepared: InspectableModel, folder: Path) -> LatentDecoder:
         for key, _ in module.named_parameters():
             draw_weight(key, tensors[key], prepared.device)
         write_tensors(folder / component.name / "diffusion_pytorch_model.safetensors", tensors)
-    decoder = prepared.model.load_decoder(prepared.device, prepared.dtype)
-    return decoder.in_mode(prepared.description.config.vae_decode)

@@ -55,7 +55,7 @@ class SharedDecoder(LatentDecoder):
         group = self._world.group
         frames = self._decoder.decode_band(latents[..., band_of(latents.shape[-2], group), :], group)
         self.library, self.implementation, self.chosen = self._describe_decoder()
-        return gather_bands(frames, 2, group)
+        return gather_bands(frames, 2, group, latents.shape[-2])
 
     def stream(self, latents: torch.Tensor, bands: RankGroup | None = None) -> FrameStream:
         """Stream the same chunks on every process, all of which must read them."""
@@ -71,7 +71,8 @@ class SharedDecoder(LatentDecoder):
         group = self._world.group
         of_band = self._decoder.stream(latents[..., band_of(latents.shape[-2], group), :], group)
         self.library, self.implementation, self.chosen = self._describe_decoder()
-        return FrameStream(of_band.num_frames, (gather_bands(frames, 2, group) for frames in of_band.chunks))
+        chunks = (gather_bands(frames, 2, group, latents.shape[-2]) for frames in of_band.chunks)
+        return FrameStream(of_band.num_frames, chunks)
 
     @contextlib.contextmanager
     def clip(self, bands: RankGroup | None = None) -> Iterator[DecodeNext]:
@@ -92,7 +93,7 @@ class SharedDecoder(LatentDecoder):
                 rows = latents.shape[-2]
                 raise ConfigError(f"stream: {rows} rows of latents make no band for each of {group.size} processes")
             band = latents[..., band_of(latents.shape[-2], group), :]
-            return (gather_bands(frames, 2, group) for frames in decode_next(band))
+            return (gather_bands(frames, 2, group, latents.shape[-2]) for frames in decode_next(band))
 
         return DecodeNext(decode_band_next, lambda: self._clip(decode_next.fork()))
 

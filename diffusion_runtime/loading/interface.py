@@ -12,6 +12,7 @@ from diffusion_runtime.generation.interface import GenerationPipeline, Generatio
 from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
+from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.pipeline import Pipeline
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -97,6 +98,10 @@ class InspectableModel(Prepared, Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """The processes of one generation."""
 
     def load(self, on_stage: OnStage | None = None, requests: Sequence[GenerationRequest] = ()) -> Pipeline:
         """Read the weights, as Prepared.load does."""

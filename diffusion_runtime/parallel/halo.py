@@ -13,8 +13,11 @@ from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 def band_of(num_rows: int, group: RankGroup) -> slice:
     """Return the rows of this process. Bands differ by at most one row, and none is empty when num_rows >= the group's
     size."""
-    index, size = group.index, group.size
-    return slice(index * num_rows // size, (index + 1) * num_rows // size)
+    return _bands_of(num_rows, group.size)[group.index]
+
+
+def _bands_of(num_rows: int, size: int) -> list[slice]:
+    return [slice(index * num_rows // size, (index + 1) * num_rows // size) for index in range(size)]
 
 
 def with_neighbour_rows(x: torch.Tensor, num_rows: int, group: RankGroup) -> torch.Tensor:
@@ -39,11 +42,18 @@ def with_neighbour_rows(x: torch.Tensor, num_rows: int, group: RankGroup) -> tor
     return torch.cat([from_above, x, from_below], dim=-2)
 
 
-def gather_bands(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    """Return all bands along `dim`, in order, on every process; they may differ in size."""
-    sizes = all_gather(group, torch.tensor([x.shape[dim]], device=x.device))
-    largest = max(int(size) for size in sizes)
+def gather_bands(x: torch.Tensor, dim: int, group: RankGroup, num_rows: int | None = None) -> torch.Tensor:
+    """Return all bands along `dim`, in order, on every process; they may differ in size.
+
+    num_rows: that `band_of` cut, of each of which this process has as many along `dim`; None where the processes are to
+    tell each other, for which the host waits for the device.
+    """
+    if num_rows is None:
+        sizes = [int(size) for size in all_gather(group, torch.tensor([x.shape[dim]], device=x.device))]
+    else:
+        lengths = [band.stop - band.start for band in _bands_of(num_rows, group.size)]
+        sizes = [length * (x.shape[dim] // lengths[group.index]) for length in lengths]
     behind = x.dim() - 1 - dim % x.dim()
-    padded = F.pad(x, (0, 0) * behind + (0, largest - x.shape[dim]))
+    padded = F.pad(x, (0, 0) * behind + (0, max(sizes) - x.shape[dim]))
     bands = all_gather(group, padded)
-    return torch.cat([band.narrow(dim, 0, int(size)) for band, size in zip(bands, sizes, strict=True)], dim=dim)
+    return torch.cat([band.narrow(dim, 0, size) for band, size in zip(bands, sizes, strict=True)], dim=dim)

@@ -32,8 +32,9 @@ _RETRY_SECONDS = 0.2
 # Twice the longest pause of a wait, and more.
 _SECONDS_TO_READ = 1.0
 _ENDED = "ended"
-# Poll intervals of a wait in seconds: short at first, because most waits are.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+# Poll intervals of a wait in seconds: a quarter longer each time, so that a wait ends a quarter late at most. Doubled
+# from 2 ms, a step of 9 ms that rank 0 tells the others of took 20 ms. The longest is how late a follower begins.
+_FIRST_PAUSE, _LONGER, _LONGEST_PAUSE = 0.0002, 1.25, 0.02
 
 
 class RunStore:
@@ -75,7 +76,7 @@ class RunStore:
             if give_up():
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(_LONGER * pause, _LONGEST_PAUSE)
         return True
 
     def end(self, failure: RankFailure) -> bool:

@@ -42,7 +42,10 @@ def main(rank: int, size: int, store: str, folders: list[str]) -> None:
         shape = (1, num_channels, 2, NUM_ROWS, 3)
         latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         own = latents[..., band_of(NUM_ROWS, group), :]
-        together = [gather_bands(banded.decode_band(own, group), 2, group) for banded in modes(folder, decoder)]
+        bands = [banded.decode_band(own, group) for banded in modes(folder, decoder)]
+        together = [gather_bands(band, 2, group, NUM_ROWS) for band in bands]
+        for band, whole in zip(bands, together, strict=True):
+            assert (gather_bands(band, 2, group) == whole).all()
         # Without its neighbours a band has visible seams.
         alone = gather_bands(decoder.decode(own), 2, group)
         if rank == 0:

@@ -128,3 +128,14 @@ def test_an_address_that_nobody_knows(place: ProcessInfo, monkeypatch: pytest.Mo
         unknown = dataclasses.replace(place, rank=rank, address="machine.invalid")
         with pytest.raises(ConfigError, match=f"rank {rank}: MASTER_ADDR 'machine.invalid' cannot be resolved"):
             connect(unknown, timedelta(seconds=60))
+
+
+def test_a_wait_ends_a_quarter_late_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("diffusion_runtime.parallel.run_store.time.sleep", slept.append)
+    store = RunStore(dist.HashStore(), "")  # type: ignore[attr-defined]
+    for happens in (0.001, 0.009, 0.04, 0.3):
+        slept.clear()
+        monkeypatch.setattr(store, "has", lambda *_, happens=happens: sum(slept) >= happens)
+        assert store.wait(["x"], give_up=lambda: False)
+        assert happens <= sum(slept) <= 1.25 * happens + 0.001
