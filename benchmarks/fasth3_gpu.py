@@ -6,7 +6,8 @@
 generation compiles, one is timed. A third stops after its first step, under torch.profiler: its kernels by class, the
 times in which the device is idle, and what the host does meanwhile. Then the clip's frames alone are decoded to pixels
 on the CPU as before and after: each chunk copied before the next is decoded, copied beside it, and that with products
-in 8-bit floats, whose relative L2 from bfloat16 is given (not with `--vae-decode fp8`). `--small` runs every path at sizes that a CPU computes.
+in 8-bit floats, whose relative L2 from bfloat16 is given (not with `--vae-decode fp8`). `--small` runs every path at
+sizes that a CPU computes.
 """
 
 from __future__ import annotations
