@@ -126,9 +126,10 @@ class ConditionerAttention(nn.Module):
     ) -> torch.Tensor:
         """Attend. x: [B, L, D]; source: [B, L or N, width], what keys and values are made of; context.layout: its
         tokens; rotations: [tokens, head_dim / 2] of either, complex."""
-        heads = self.attention.num_heads
-        (q,) = norm_and_rotate(self.q(x).unflatten(-1, (1, heads, -1)), (self.norm_q,), rotations)
-        k, v = norm_and_rotate(self.kv(source).unflatten(-1, (2, heads, -1)), (self.norm_k,), source_rotations)
+        heads, shares = self.attention.num_heads, self.attention.num_shares
+        packed, further = self.q(x).unflatten(-1, (1, heads, -1)), self.kv(source).unflatten(-1, (2, heads, -1))
+        (q,) = norm_and_rotate(packed, (self.norm_q,), rotations, num_shares=shares)
+        k, v = norm_and_rotate(further, (self.norm_k,), source_rotations, num_shares=shares)
         out: torch.Tensor = self.out(self.attention(q, k, v, context).flatten(2))
         return out
 

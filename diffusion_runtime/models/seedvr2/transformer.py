@@ -132,10 +132,10 @@ class SeedVR2Block(nn.Module):
         """
         layer, batch = self.attention, product.shape[0]
         packed = torch.unflatten(product, -1, (3, layer.num_heads, -1)).index_select(1, plan.order)
-        video = norm_and_rotate(packed, (self.video.norm_q, self.video.norm_k), plan.rotations)
-        words = norm_and_rotate(
-            torch.unflatten(further, -1, (3, layer.num_heads, -1)), (of_text.norm_q, of_text.norm_k), turns
-        )
+        norms, shares = (self.video.norm_q, self.video.norm_k), layer.num_shares
+        video = norm_and_rotate(packed, norms, plan.rotations, num_shares=shares)
+        packed_words = torch.unflatten(further, -1, (3, layer.num_heads, -1))
+        words = norm_and_rotate(packed_words, (of_text.norm_q, of_text.norm_k), turns, num_shares=shares)
         num_words, start = further.shape[1], 0
         # In the order of windows.
         out = product.new_empty(*packed.shape[:2], *packed.shape[3:])
