@@ -78,7 +78,8 @@ def load_stored(folder: ModelFolder, component: str, entry: Sequence[str], dtype
         raise ModelLoadError(
             f"{place}: the weights do not fit {class_name}; {'; '.join(found)}. Download the folder again"
         )
-    return module.eval()
+    filled: nn.Module = module.eval()
+    return filled
 
 
 def keeps_float32(model_class: Any, name: str) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from family_parity import record_latents
 from plain_folders import write_plain
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,9 @@ from tables import table
 from test_parity_with_diffusers import assert_equal_to, request
 
 from diffusion_runtime import RuntimeConfig, load_pipeline
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.diffusers_bridge.passthrough import DiffusersPipeline
+from diffusion_runtime.diffusers_bridge.stored_components import load_stored
 from diffusion_runtime.errors import ModelLoadError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
@@ -108,6 +112,25 @@ def test_modules_are_those_of_from_pretrained_on_plain_numbers(stored: Path, tmp
             for key, value in getattr(ours, kind)():
                 assert (value.dtype, value.device) == (values[key].dtype, values[key].device), (name, key)
                 assert torch.equal(value, values[key]), (name, key)
+
+
+class Table(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """Computes a table in the dtype that is torch's default then."""
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+        self.register_buffer("table", torch.linspace(0.0, 1.0, 7), persistent=False)
+
+
+def test_tables_have_the_dtype_of_from_pretrained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.Table", Table, raising=False)
+    Table().save_pretrained(tmp_path / "vae")
+    expected = Table.from_pretrained(tmp_path / "vae", dtype=torch.bfloat16)
+    found = load_stored(ModelFolder(tmp_path), "vae", ("diffusers", "Table"), torch.bfloat16)
+    assert torch.equal(found.table, expected.table)
+    assert (found.table.dtype, torch.get_default_dtype()) == (torch.bfloat16, torch.float32)
 
 
 def without_a_scale(tensors: dict[str, torch.Tensor]) -> str:
