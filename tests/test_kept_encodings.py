@@ -70,7 +70,8 @@ def test_a_text_without_pictures_is_kept_for_other_sizes_and_steps_in_an_offload
         batch = [pipeline.resolve(dataclasses.replace(REQUEST, num_inference_steps=num_steps))]
         encode_prompts(waiting, batch, recorder, pipeline.device, pipeline.dtype, kept, reads_negative=True)
         libraries += [each.implementation for each in recorder.report().libraries]
-    assert libraries == ["sdpa", KEPT]
+    # What is said of an encoder in 8 bits comes after the attention.
+    assert (libraries[0].partition(",")[0], libraries[1:]) == ("sdpa", [KEPT])
 
 
 def test_images_are_known_by_their_content(tmp_path: Path) -> None:

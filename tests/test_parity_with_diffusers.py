@@ -18,7 +18,6 @@ from family_parity import assert_equal_runs, load_theirs, record_latents
 from tiny_models import TINY_SIZES, write_tiny_wan
 
 from diffusion_runtime import GenerationRequest, Pipeline, load_pipeline
-from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
 
 NUM_STEPS = 4
 GUIDANCE_SCALE = 4.0
@@ -153,7 +152,9 @@ def test_the_embedded_model(our_latents: list[torch.Tensor]) -> None:
     ours = load_pipeline("shapes", device="cpu", dtype="float32")
     sizes = {name: ours.defaults[name] for name in ("height", "width")}
     values = {**sizes, "num_frames": 9, "guidance_scale": ours.defaults["guidance_scale"]}
-    assert_equal_to(ours, load_theirs(WanPipeline, EMBEDDED_FOLDER), [request(**values)], our_latents)
+    # In 8 bits, which diffusers does not read, or not.
+    theirs = load_pipeline("shapes", backend="diffusers", device="cpu", dtype="float32").pipeline
+    assert_equal_to(ours, theirs, [request(**values)], our_latents)
 
 
 def test_the_prompt_and_the_negative_prompt_matter(loaded: Callable[[str], tuple[Pipeline, WanPipeline]]) -> None:

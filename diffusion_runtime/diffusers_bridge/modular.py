@@ -70,10 +70,20 @@ def modular_interface(pipeline: Any) -> PipelineInterface:
     )
 
 
-def load_modular(pipeline_class: Any, folder: ModelFolder, dtype: torch.dtype, variant: str | None) -> Any:
-    """Load a modular pipeline with all components of its folder. Raises what diffusers and transformers raise."""
+def load_modular(
+    pipeline_class: Any,
+    folder: ModelFolder,
+    dtype: torch.dtype,
+    variant: str | None,
+    given: Mapping[str, torch.nn.Module],
+) -> Any:
+    """Load a modular pipeline with all components of its folder; `given` are loaded already. Raises what diffusers and
+    transformers raise."""
     pipeline = modular_pipeline(pipeline_class, folder)
+    pipeline.register_components(**given)
     for name in pipeline.pretrained_component_names:
+        if name in given:
+            continue
         spec = pipeline.get_component_spec(name)
         if spec.pretrained_model_name_or_path is None:
             continue

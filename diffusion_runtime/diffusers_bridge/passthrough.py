@@ -27,7 +27,12 @@ from diffusion_runtime.diffusers_bridge.long_video import long_video_way
 from diffusion_runtime.diffusers_bridge.loras import PlannedLora, load_loras, models_of, plan_loras, remarks_of
 from diffusion_runtime.diffusers_bridge.modular import load_modular, run_pipeline
 from diffusion_runtime.diffusers_bridge.observe import ObservedAttention
-from diffusion_runtime.diffusers_bridge.passthrough_folder import AttentionChoice, PassthroughPlan, check_weights
+from diffusion_runtime.diffusers_bridge.passthrough_folder import (
+    AttentionChoice,
+    PassthroughPlan,
+    check_weights,
+    load_dequantized,
+)
 from diffusion_runtime.diffusers_bridge.pipeline_errors import translated_errors
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules
 from diffusion_runtime.diffusers_bridge.size_rules import traits_of
@@ -85,14 +90,15 @@ class DiffusersPipeline:
         self.hooks = Hooks()
         self._one_generation = OneGeneration()
         self._loras: tuple[PlannedLora, ...] = plan.loras
+        self._remarks_on_weights = plan.remarks_on_weights(dtype)
         self._load_timings: dict[str, float] = {}
         # A choice that reaches nothing fails now, not at the first request.
         self._planned_attention(self._choice.ours)
 
     def _own_notes(self) -> tuple[str, ...]:
-        """Return notes on how this pipeline handles long videos."""
+        """Return notes on how this pipeline handles long videos, and on weights that were dequantised."""
         way = long_video_way(self.rules.pipeline_class)
-        return () if way is None else (way.note,)
+        return (*(() if way is None else (way.note,)), *self._remarks_on_weights)
 
     @property
     def inspectable(self) -> None:
@@ -311,10 +317,12 @@ def load_passthrough(
     Raises ModelLoadError when diffusers cannot load it, BackendUnavailableError for an attention choice that reaches
     nothing in it, and DeviceMemoryError when it does not fit.
     """
-    variant = check_weights(folder)
+    variant, dequantized = check_weights(folder)
+    plan = dataclasses.replace(plan, dequantized=dequantized)
     advice = "A dtype of bfloat16 needs half of what float32 does"
     with explain_memory_shortage("loading", advice), quiet_transformers(), _without_progress_bars():
         try:
+            given = load_dequantized(folder, dequantized, dtype)
             pipeline = (
                 plan.pipeline_class.from_pretrained(
                     folder.path,
@@ -323,9 +331,10 @@ def load_passthrough(
                     use_safetensors=True,
                     local_files_only=True,
                     trust_remote_code=False,
+                    **given,
                 )
                 if folder.modular is None
-                else load_modular(plan.pipeline_class, folder, dtype, variant)
+                else load_modular(plan.pipeline_class, folder, dtype, variant, given)
             )
             _check_complete(folder, pipeline)
             _check_numbers(folder, pipeline)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from diffusion_runtime.diffusers_bridge.pipeline_arguments import further_argume
 from diffusion_runtime.diffusers_bridge.pipeline_interface import PipelineInterface
 from diffusion_runtime.diffusers_bridge.request_rules import PassthroughRules, accepted, signature_defaults
 from diffusion_runtime.diffusers_bridge.size_rules import SizeRules
+from diffusion_runtime.diffusers_bridge.stored_components import load_stored, stored_formats
 from diffusion_runtime.errors import ConfigError, ModelLoadError, shown
 from diffusion_runtime.models.generation import generation_settings
 from diffusion_runtime.models.published import PublishedModel, model_of_name
@@ -42,13 +43,11 @@ from diffusion_runtime.text_encoders.attention_choice import EncoderAttention, c
 from diffusion_runtime.text_encoders.loading import quiet_transformers
 from diffusion_runtime.untrusted.files import shown_path
 from diffusion_runtime.weights.cached_folder import way_to_complete
-from diffusion_runtime.weights.weight_files import find_weight_files, refuse_without_scales, stored_dtypes
+from diffusion_runtime.weights.weight_files import STEMS, find_weight_files
 
 _logger = logging.getLogger("diffusion_runtime.diffusers_bridge")
 _LIBRARIES = ("diffusers", "transformers")
 _DENOISERS = ("transformer", "unet")
-# The names of weight files.
-_STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class PassthroughPlan:
     pipeline_class: of diffusers. layers: ours, as they would be attached; empty when none are, or when they are unknown
     before the weights are loaded. libraries: components whose attention is their library's own. self_checks: of the
     backends that those layers chose. loras: the LoRA files, read. text_attention: the choice for the text encoders,
-    None for transformers' own.
+    None for transformers' own. dequantized: by component, the formats of weights that this runtime dequantises.
     """
 
     pipeline_class: Any
@@ -109,6 +108,15 @@ class PassthroughPlan:
     self_checks: tuple[SelfCheck, ...] = ()
     loras: tuple[PlannedLora, ...] = ()
     text_attention: EncoderAttention | None = None
+    dequantized: Mapping[str, str] = field(default_factory=dict)
+
+    def remarks_on_weights(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Return what plan and report say of components that are dequantised."""
+        computed = str(dtype).removeprefix("torch.")
+        return tuple(
+            f"{component}: stored as {formats}, dequantised at load, computed in {computed}"
+            for component, formats in self.dequantized.items()
+        )
 
 
 def plan_passthrough(
@@ -178,6 +186,7 @@ def plan_passthrough(
         tuple(dict.fromkeys(check for handle in handles for check in handle.self_checks)),
         loras,
         text_attention,
+        _dequantized_so_far(folder),
     )
 
 
@@ -198,30 +207,45 @@ def _text_attention(
     return choose_encoder_attention(policy, classes)
 
 
-def check_weights(folder: ModelFolder) -> str | None:
+def check_weights(folder: ModelFolder) -> tuple[str | None, dict[str, str]]:
     """Check that every component has its weights, as complete safetensors. Returns the variant to load, such as `fp16`,
-    where a component has no files without one.
+    where a component has no files without one, and by component the formats of weights that are dequantised here.
 
     Raises ModelLoadError for a component that is missing, and for files that are missing, pickled, cut off, or
-    quantised without a declared method.
+    quantised in a way that neither this runtime nor a declared method reads.
     """
     variant: str | None = None
+    dequantized: dict[str, str] = {}
     for component, entry in _components(read_index(folder)):
         if not (folder / component).is_dir():
             raise ModelLoadError(f"{shown_path(folder / component)} is missing; {way_to_complete(folder / component)}")
-        stem = _STEMS.get(entry[0])
+        stem = STEMS.get(entry[0])
         # Schedulers and tokenizers have no config.json.
         if stem is None or not (folder / component / "config.json").is_file():
             continue
         files = find_weight_files(folder / component, stem)
-        says_how = "quantization_config" in folder.read_json(component, "config.json")
-        for path in files:
-            dtypes = stored_dtypes(path)
-            if not says_how:
-                refuse_without_scales(path, dtypes)
+        if formats := stored_formats(files, folder.read_json(component, "config.json")):
+            dequantized[component] = formats
+            continue
         found = re.match(rf"{stem}\.([A-Za-z]\w*)(?:-\d+-of-\d+)?\.safetensors", files[0].name)
         variant = variant or (found and found[1])
-    return variant
+    return variant, dequantized
+
+
+def load_dequantized(
+    folder: ModelFolder, components: Collection[str], dtype: torch.dtype
+) -> dict[str, torch.nn.Module]:
+    """Load components whose weights are dequantised here. Raises ModelLoadError."""
+    entries = dict(_components(read_index(folder)))
+    return {name: load_stored(folder, name, entries[name], dtype) for name in components}
+
+
+def _dequantized_so_far(folder: ModelFolder) -> dict[str, str]:
+    """Return what check_weights does; nothing of files that are not here yet. Loading says what is wrong with files."""
+    try:
+        return check_weights(folder)[1]
+    except ModelLoadError:
+        return {}
 
 
 def library_attention(index: Mapping[str, Any], text_attention: EncoderAttention | None) -> list[LibraryAttention]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffusion_runtime.diffusers_bridge.stored_components import keeps_float32
 from diffusion_runtime.models.random_weights import draw_weight
 
 # Keys of configs that give the number of layers of a kind.
@@ -52,10 +53,9 @@ def random_transformer(
     config = {key: value for key, value in config.items() if key in known}
     with torch.device("meta"):
         model: nn.Module = model_class(**config)
-    kept = frozenset(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        stays = parameter.is_floating_point() and kept.isdisjoint(name.split("."))
-        parameter.data = parameter.data.to(dtype if stays else torch.float32)
+        converts = parameter.is_floating_point() and not keeps_float32(model, name)
+        parameter.data = parameter.data.to(dtype if converts else torch.float32)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         draw_weight(name, parameter)

@@ -60,7 +60,8 @@ class PipelineDescription:
     model_folder: opened; family: its architecture; device, dtype: where and in what it would run. rules: its request
     defaults, presets and sizes. attention: every choice, by role, layers and steps. libraries: components whose
     attention is their library's own. degrees: how processes share the work. self_checks: of the chosen backends, as far
-    as they are run or cached. quantization: how many linear layers have 8-bit weights, None for none.
+    as they are run or cached. quantization: how many linear layers have 8-bit weights, or which components are
+    dequantised, None for none.
     memory: what it takes, None where nobody planned it. planned_on: the device where it is not in this machine.
     """
 

@@ -129,4 +129,5 @@ def _describe_passthrough(
         attention=planned_attention(plan.layers),
         libraries=plan.libraries,
         self_checks=plan.self_checks,
+        quantization="; ".join(plan.remarks_on_weights(dtype)) or None,
     )

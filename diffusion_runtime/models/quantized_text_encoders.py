@@ -28,13 +28,14 @@ def text_read_here(folder: AnyFolder) -> dict[str, str]:
     found = {}
     for component in text_components(folder):
         with ExitStack() as stack:
-            titles = _titles(stored_rows(open_encoder(folder / component, stack)))
+            titles = titles_of(stored_rows(open_encoder(folder / component, stack)))
         if titles or is_elsewhere(folder / component):
             found[component] = " and ".join(titles)
     return found
 
 
-def _titles(rows: Mapping[str, tuple[StoredRows, ...]]) -> list[str]:
+def titles_of(rows: Mapping[str, tuple[StoredRows, ...]]) -> list[str]:
+    """Return what the formats are called that are dequantised, the first that is met first."""
     layers = (row.layer for several in rows.values() for row in several)
     # Plain casts to 8-bit floats have nothing beside them, and are numbers as others.
     return list(

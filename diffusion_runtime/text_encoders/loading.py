@@ -119,6 +119,31 @@ def load_encoder(
     return part(model.eval().requires_grad_(False)).to(device)
 
 
+def encoder_class(class_name: str) -> Any:
+    """Return a class of transformers. Raises ModelLoadError for one that it does not have."""
+    import transformers
+
+    found = getattr(transformers, class_name, None)
+    if found is None:
+        raise ModelLoadError(f"transformers {transformers.__version__} has no class {shown(class_name)}")
+    return found
+
+
+def encoder_of(
+    folder: Path, model_class: Any, dtype: torch.dtype, state: Mapping[str, torch.Tensor]
+) -> tuple[Any, list[str], list[str]]:
+    """Build a model of a folder's config.json and give it numbers that its caller has read, by the names in files.
+    Returns it with the names of tensors that are missing and of those that are unexpected."""
+    config = model_class.config_class.from_pretrained(folder, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        # Of the files; these numbers are plain.
+        del config.quantization_config
+    model, loaded = model_class.from_pretrained(
+        None, config=config, dtype=dtype, state_dict=dict(state), output_loading_info=True
+    )
+    return model, sorted(loaded["missing_keys"]), sorted(loaded["unexpected_keys"])
+
+
 def _waiting(folder: Path, model_class: type[PreTrainedModel], dtype: torch.dtype, config: Any) -> Any:
     """Build a model whose weights wait. config: None for the folder's."""
     from transformers.initialization import no_init_weights

@@ -286,7 +286,7 @@ def refuse_quantised(path: Path, dtypes: Mapping[str, str]) -> None:
     """
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in TOKENIZER_TENSORS}
     refuse_whole_numbers(path, dtypes)
-    strange = _need_scales(dtypes)
+    strange = need_scales(dtypes)
     if strange:
         raise ModelLoadError(
             f"{_stored_as(path, dtypes, strange)} Of autoencoders this runtime reads plain casts to 8-bit floats, "
@@ -338,19 +338,7 @@ def _has_marks_in_header(path: Path) -> bool:
     return False
 
 
-def refuse_without_scales(path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raises ModelLoadError for a file that diffusers would load and make noise of, when no quantization_config says
-    how its numbers were made: it converts integers as they are, and leaves the scales of 8-bit floats unread.
-    dtypes: by tensor name."""
-    strange = _need_scales(dtypes)
-    if strange:
-        raise ModelLoadError(
-            f"{_stored_as(path, dtypes, strange)} No quantization_config in config.json says how they were made, and "
-            f"without it they are noise; {UNQUANTISED_FOLDER}"
-        )
-
-
-def _need_scales(dtypes: Mapping[str, str]) -> dict[str, str]:
+def need_scales(dtypes: Mapping[str, str]) -> dict[str, str]:
     """The tensors that cannot be read without scales. 8-bit floats without scales are plain numbers."""
     has_scales = any("scale" in name.rpartition(".")[2] and "table" not in name for name in dtypes)
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from diffusion_runtime.diagnosis.embedded_model import check_model, model_problems
 from diffusion_runtime.diagnosis.machine import DiskCheck, check_disk, disk_problems
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
+from diffusion_runtime.weights.tensor_files import SafetensorsFile
 
 TRANSFORMER = Path("transformer") / "diffusion_pytorch_model.safetensors"
 
@@ -50,11 +52,14 @@ def test_every_component_is_opened(component: str, copied: Path) -> None:
 
 
 def test_a_missing_tensor_and_one_that_is_not_finite(copied: Path) -> None:
+    # With the marks of layers, where the model is in 8 bits.
+    with closing(SafetensorsFile(copied / TRANSFORMER)) as file:
+        metadata = dict(file.metadata)
     tensors = load_file(copied / TRANSFORMER)
     name = next(name for name in tensors if name.endswith("proj_out.weight"))
-    save_file({key: value for key, value in tensors.items() if key != name}, copied / TRANSFORMER)
+    save_file({key: value for key, value in tensors.items() if key != name}, copied / TRANSFORMER, metadata=metadata)
     assert name in check_model(copied).error
-    save_file({**tensors, name: tensors[name] * float("nan")}, copied / TRANSFORMER)
+    save_file({**tensors, name: tensors[name] * float("nan")}, copied / TRANSFORMER, metadata=metadata)
     assert f"tensor {name} holds NaN" in check_model(copied).error
 
 

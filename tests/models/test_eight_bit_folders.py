@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from offloaded_pipelines import planned
+from plain_folders import write_plain
 from safetensors.torch import load_file, save_file
 from tiny_families import WRITERS as FAMILIES
 from tiny_families import small_request
@@ -21,7 +22,7 @@ from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.weight_files import QUANTIZATION_METADATA
-from scripts.train_embedded.eight_bits import LORA, WEIGHTS, load_eight_bits, write_folder, write_lora
+from scripts.train_embedded.eight_bits import LORA, WEIGHTS, write_folder, write_lora
 
 CONFIG = Path("transformer") / "config.json"
 
@@ -30,13 +31,9 @@ CONFIG = Path("transformer") / "config.json"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny Wan in 8 bits, and the numbers of its weights in float32."""
     place = tmp_path_factory.mktemp("eight_bits")
-    source, stored, wide = FAMILIES["wan"](place / "model"), place / "stored", place / "wide"
-    write_folder(source, stored)
-    shutil.copytree(source, wide)
-    for component, name in WEIGHTS.items():
-        numbers, _ = load_eight_bits(stored / component / name)
-        save_file(numbers, wide / component / name, metadata={"format": "pt"})
-    return stored, wide
+    stored = place / "stored"
+    write_folder(FAMILIES["wan"](place / "model"), stored)
+    return stored, write_plain(stored, place / "wide")
 
 
 def frames(pipeline: Pipeline) -> torch.Tensor:
@@ -64,9 +61,10 @@ def test_without_the_request_layers_stay_in_eight_bits(folders: tuple[Path, Path
     assert eight_bit_layers(load_pipeline(str(folder), device="cpu", dtype="float32").transformer)
 
 
+@pytest.mark.parametrize("backend", ["native", "diffusers"])
 @pytest.mark.parametrize("component", WEIGHTS)
 def test_a_layer_without_its_mark_never_becomes_noise(
-    folders: tuple[Path, Path], tmp_path: Path, component: str
+    folders: tuple[Path, Path], tmp_path: Path, component: str, backend: str
 ) -> None:
     """Without its scale too, the numbers would be read as they are."""
     folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
@@ -78,7 +76,7 @@ def test_a_layer_without_its_mark_never_becomes_noise(
     del marks["layers"][layer], tensors[f"{layer}.weight_scale"]
     save_file(tensors, path, metadata={**metadata, QUANTIZATION_METADATA: json.dumps(marks)})
     with pytest.raises(ModelLoadError, match=f"{layer}.weight is stored as I8 without a mark .*{layer}.comfy_quant"):
-        load_pipeline(str(folder), device="cpu")
+        load_pipeline(str(folder), device="cpu", backend=backend)
 
 
 def test_a_request_to_dequantise_is_true_or_false(folders: tuple[Path, Path], tmp_path: Path) -> None:

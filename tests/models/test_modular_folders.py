@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from plain_folders import write_plain
 from tiny_encoders import HIDDEN, tiny_qwen3, tiny_t5
 from tiny_models import write_tiny_wan
 from tiny_qwen_image_21 import write_tiny_qwen_image_21
@@ -23,6 +24,7 @@ from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ModelLoadError, RequestError
 from diffusion_runtime.loading import inspect_pipeline
 from diffusion_runtime.models.modular_folder import open_folder
+from scripts.train_embedded.eight_bits import write_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INDEX = "modular_model_index.json"
@@ -257,6 +259,14 @@ def write_anima(folder: Path) -> Path:
         )
     pipeline.save_pretrained(str(folder))
     return folder
+
+
+def test_components_in_8_bits_are_dequantised(z_image: Path) -> None:
+    write_folder(z_image, z_image)
+    found = load_pipeline(str(z_image), device="cpu", dtype="float32", backend="diffusers")(small())
+    assert [note for note in found.attention_report.notes if note.startswith("transformer: stored as int8")]
+    write_plain(z_image, z_image)
+    assert (found.frames == frames(z_image, small(), dtype="float32", backend="diffusers")).all()
 
 
 def test_a_modular_pipeline_alone_runs_as_diffusers_does(tmp_path: Path) -> None:
