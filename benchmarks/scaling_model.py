@@ -5,9 +5,8 @@
 A step on one GPU is a committed measurement, of which attention takes its operations at an H200's rate, and norms (with
 modulation, gates and residuals, which a tensor group does not share) their bytes at its bandwidth; attention grows with
 the square of the tokens, all else with the tokens. `fixed` (text, timesteps, gaps between kernels) is the same for
-every layer. Of an exchange that overlaps with attention a small part is exposed, and the rest
-slows down attention, since both run on the same multiprocessors. All is bounded from below by what the host needs to
-launch the kernels.
+every layer. Of an exchange that overlaps with attention a small part is exposed, and the rest slows down attention,
+since both run on the same multiprocessors. A step takes no less than the host needs to launch its kernels.
 
 Constants are fitted to three rows and a profile, each to what it is about (`fit`); every other row is predicted.
 Between hosts nothing was measured.
@@ -33,8 +32,6 @@ BETWEEN_HOSTS = 50e6
 # write the channels of a token: three fused kernels that read two tensors and write two.
 MEMORY_BANDWIDTH = 4.3e9
 NORM_PASSES = 12
-# What launches a block's kernels takes on the host: 44.6 ms for 40 blocks of Wan 14B (bench_step.json).
-HOST_MS_PER_LAYER = 1.15
 # Of a request of the embedded model (12 steps, 29 frames), counted: its exchanges between two processes, of which 160
 # are of rows of the decoder's convolutions. Assumed: what the host takes to launch one with the copies around it.
 GANG_STEPS, GANG_EXCHANGES, GANG_EXCHANGE_S = 12, 221, 2e-4
@@ -77,11 +74,13 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Constants:
-    """fixed_ms: per layer. Bandwidths in bytes per ms, of what a process sends. exposed: the share of an overlapping
-    all-to-all during which nothing else runs; slowed: what attention loses per ms of an exchange beside it."""
+    """fixed_ms, host_ms: per layer. Bandwidths in bytes per ms, of what a process sends. exposed: the share of an
+    overlapping all-to-all during which nothing else runs; slowed: what attention loses per ms of an exchange beside
+    it."""
 
     attention_rate: float
     fixed_ms: float
+    host_ms: float
     all_to_all: float
     all_reduce: float
     exposed: float
@@ -119,20 +118,21 @@ class Prediction:
         return Prediction(*(passes * getattr(self, name) for name in self.__dataclass_fields__))
 
 
-def _read(name: str) -> dict[str, Any]:
+def results_of(name: str) -> dict[str, Any]:
+    """Return a committed document of benchmarks/results."""
     return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def rows_of(name: str) -> dict[str, dict[str, Any]]:
     """Return the rows of a result by their names."""
-    return {row["name"]: row for row in _read(name)["rows"]}
+    return {row["name"]: row for row in results_of(name)["rows"]}
 
 
 def models() -> dict[str, Model]:
     """Return the models whose forward on one H200 is committed."""
     wan, a14b = rows_of("parallel_gpu")["one GPU"]["ms"], rows_of("tensor_parallel_gpu")
-    h3 = {row["name"]: row["median_ms"] for row in _read("minimax_h3_gpu")["forward"]["rows"]}
-    flux2 = next(row for row in _read("families_gpu")["rows"] if row["step"].startswith("FLUX.2 [dev]"))
+    h3 = {row["name"]: row["median_ms"] for row in results_of("minimax_h3_gpu")["forward"]["rows"]}
+    flux2 = next(row for row in results_of("families_gpu")["rows"] if row["step"].startswith("FLUX.2 [dev]"))
     of_a14b = {"none": a14b["one GPU"]["ms"], "fp8": a14b["one GPU, fp8"]["ms"]}
     found = (
         Model("wan2.1-1.3b", 30, 12, 128, 32760, {"none": wan}, 3, 1536),
@@ -151,8 +151,9 @@ def attention_operations(model: Model, num_tokens: int) -> float:
 
 def fit() -> Constants:
     """Fit the constants: attention's rate to the profile of MiniMax-H3's forward; fixed and all_to_all to `ulysses 2`,
-    exposed and slowed to `ulysses 2, 2 head groups` (Wan 1.3B); all_reduce to `tensor parallel 2` (Wan 14B)."""
-    rows, forward = rows_of("parallel_gpu"), _read("minimax_h3_gpu")["forward"]
+    exposed and slowed to `ulysses 2, 2 head groups` (Wan 1.3B); all_reduce to `tensor parallel 2` (Wan 14B). host_ms is
+    what launches the kernels of a block of Wan 14B, of a run on an H100."""
+    rows, forward = rows_of("parallel_gpu"), results_of("minimax_h3_gpu")["forward"]
     h3 = models()["minimax-h3"]
     attention = attention_operations(h3, h3.num_tokens) / forward["rows"][0]["shares"]["attention"]
     one, two, grouped = rows["one GPU"]["ms"], rows["ulysses 2"], rows["ulysses 2, 2 head groups"]
@@ -160,9 +161,11 @@ def fit() -> Constants:
     fixed = one - 2 * (one - alone)
     tensor = rows_of("tensor_parallel_gpu")["tensor parallel 2"]
     a14b = models()["wan2.2-t2v-a14b"]
+    on_h100 = results_of("bench_step")["on_h100"][0]
     return Constants(
         attention_rate=attention,
         fixed_ms=fixed / 30,
+        host_ms=on_h100["rows"][0]["host_ms"] / on_h100["num_blocks"],
         all_to_all=two["sent_bytes"] / two["nccl_ms"],
         all_reduce=_reduced_bytes(a14b, a14b.num_tokens, 2) / tensor["nccl_ms"],
         exposed=grouped["exposed_ms"] / two["nccl_ms"],
@@ -209,7 +212,7 @@ def predict(
         norms=norms / sequence,
         fixed=fixed,
         exchanges=exchanges,
-        host=HOST_MS_PER_LAYER * model.num_layers + _num_exchanges(model, degrees) * LATENCY_MS,
+        host=constants.host_ms * model.num_layers + _num_exchanges(model, degrees) * LATENCY_MS,
     )
     passes = 2 // degrees.branches if is_guided else 1
     return found.times(passes)
@@ -283,8 +286,8 @@ def measured_rows(constants: Constants) -> list[tuple[str, int, float, float, st
 
 def decode_seconds() -> dict[tuple[str, str], float]:
     """Return the seconds of decoding on one GPU, by model and size; 720p has 2.3 times the pixels of 480p."""
-    wan = _read("decode_gpu")["times"]["channels first"]["median_ms"] / 1e3
-    h3 = _read("minimax_h3_decode_gpu")["ours"][0]["frames_as_bytes"]["seconds"]
+    wan = results_of("decode_gpu")["times"]["channels first"]["median_ms"] / 1e3
+    h3 = results_of("minimax_h3_decode_gpu")["ours"][0]["frames_as_bytes"]["seconds"]
     return {
         ("wan2.1-1.3b", "480p"): wan,
         ("wan2.1-1.3b", "720p"): wan * 720 * 1280 / (480 * 832),
@@ -322,14 +325,14 @@ def programs(num: int) -> list[Program]:
     every step of rank 0's.
     """
     found: list[Program] = []
-    replicas = _read("replicas_gpu")
+    replicas = results_of("replicas_gpu")
     for name, label in (("embedded", "the embedded model"), ("flux", "FLUX.1 [dev]")):
         one, several = replicas[name]["rows"][:2]
         made, unit = num * one["requests_per_minute"], "requests per minute"
         measured = several["requests_per_minute"] if num == 2 else None
         found.append(Program(f"{num} replicas, {label}", label, num, unit, made, measured))
     one, _, gang = replicas["embedded"]["rows"]
-    seconds = next(row["stages"] for row in _read("cuda_graphs_gpu")["rows"] if row["case"] == "shapes")
+    seconds = next(row["stages"] for row in results_of("cuda_graphs_gpu")["rows"] if row["case"] == "shapes")
     denoise_off = seconds["off"]["denoise"]
     seconds = {mode: stages["denoise"] + stages["decode"] for mode, stages in seconds.items()}
     # What was measured polled from 2 ms on, twice as long each time, 50 ms at most.
@@ -339,7 +342,7 @@ def programs(num: int) -> list[Program]:
     made = one["seconds_per_request"] + seconds["off"] - seconds["auto"] + GANG_EXCHANGES * GANG_EXCHANGE_S + late
     measured = gang["seconds_per_request"] if num == 2 else None
     found.append(Program(f"a gang of {num}, the embedded model", "the embedded model", num, "s", made, measured))
-    start = _read("start_gpu")["one_and_two_gpus"]
+    start = results_of("start_gpu")["one_and_two_gpus"]
     warm = {run["num_processes"]: run for run in start["runs"] if run["kernel_cache"] == "warm"}
     alone = warm[1]["seconds_to_first_step"]
     launcher = warm[1]["parts"]["interpreter, command line, launcher"]

@@ -8,7 +8,7 @@ import { choice, field, files, plain, stepper, takeDrops } from "./inputs.js";
 const OWN = /^(prompt|model|size|seed|preset|attention|n|width|height|num_frames|fps|seconds|num_inference_steps|guidance_scale|negative_prompt|image|mask|stream|wait|(input|return|output|response|partial)_.*)$/;
 // Images are kept here, and not with the draft: a browser keeps no files from one load to the next.
 const given = { images: [], masks: [] }, added = new Set();
-// In the words of the embedded models, which know few; any other model knows those of the last one too.
+// The first pattern that matches the model's id decides. The embedded models know few words.
 const EXAMPLES = [[/^shapes/, "a red circle moving left"], [/^/, "a whale jumping out of the water in the sea at night"]];
 
 export function makeView() {

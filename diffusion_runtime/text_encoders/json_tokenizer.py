@@ -28,7 +28,8 @@ _KNOWN: Mapping[str, Allows] = {
     "backend": either("tokenizers"),
     "model_max_length": is_positive,
     "padding_side": either("right"),
-    "tokenizer_class": either("PreTrainedTokenizerFast"),
+    # The second is the class of that name since transformers 5, which writes it.
+    "tokenizer_class": either("PreTrainedTokenizerFast", "TokenizersBackend"),
     # For decoding, and about how it was saved.
     "clean_up_tokenization_spaces": anything,
     "is_local": anything,

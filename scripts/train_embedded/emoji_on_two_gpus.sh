@@ -211,7 +211,8 @@ watch() {   # SECONDS
     while [ "$(date +%s)" -lt "$until" ] && [ ! -f "$STATE/finished" ]; do sleep 1; done
     cat "$STATE/progress.txt"
     for log in continued decoder decoder--no-graph fast; do
-        [ -f "$STATE/$log.txt" ] && { echo "-- $log" ; tail -n 3 "$STATE/$log.txt" | cut -c 1-900 ; }
+        # A part that has not begun is no failure: `watch` stands before `&&`.
+        if [ -f "$STATE/$log.txt" ]; then echo "-- $log"; tail -n 3 "$STATE/$log.txt" | cut -c 1-900; fi
     done
 }
 

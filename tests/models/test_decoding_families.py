@@ -235,6 +235,9 @@ def test_processes_that_share_the_tiles_get_the_frames_of_one(tmp_path: Path) ->
         assert sum(shares) == num_tiles, rows
         assert max(shares) - min(shares) <= 1, rows
         assert [row[3] for row in rows] == [0.0, 0.0], rows
+    ended = [json.loads((tmp_path / f"ended-{rank}.json").read_text()) for rank in range(2)]
+    assert ended[0] == ended[1]
+    assert ["of_one_process (coarse kernel) is not accurate here" in each for each in ended[0]] == [True, True, False]
 
 
 @torch.inference_mode()

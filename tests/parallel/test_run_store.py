@@ -78,10 +78,12 @@ def test_nobody_answers(place: ProcessInfo) -> None:
 def errors_of(*places: ProcessInfo) -> list[BaseException | None]:
     """What each of several ranks meets, that connect at the same time."""
     found: list[BaseException | None] = [None] * len(places)
+    # Rank 0's ends with it, while others may still ask.
+    stores: list[RunStore] = []
 
     def join(index: int) -> None:
         try:
-            connect(places[index], SECONDS)
+            stores.append(connect(places[index], SECONDS))
         except BaseException as error:
             found[index] = error
 

@@ -59,6 +59,7 @@ def test_all_that_conditions_hold_goes_to_other_processes() -> None:
         (1, 4),
         ((0, 3),),
         (2.5, 3.0),
+        ("circle", "red"),
     )
     for item in dataclasses.fields(Conditions):
         assert item.default is dataclasses.MISSING or getattr(sent, item.name) != item.default, item.name

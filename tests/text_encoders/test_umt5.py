@@ -108,7 +108,9 @@ def test_what_only_transformers_knows_is_left_to_it(tiny_wan_copy: Callable[[], 
         tokens.write_text(json.dumps(json.loads(before) | changes))
         assert load_json_tokenizer(folder / "tokenizer") is None, changes
         tokens.write_text(before)
-    assert load_json_tokenizer(folder / "tokenizer") is not None
+    for name in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        tokens.write_text(json.dumps(json.loads(tokens.read_text()) | {"tokenizer_class": name}))
+        assert load_json_tokenizer(folder / "tokenizer") is not None, name
 
 
 def test_padding_is_zero_and_lengths_count_the_rest(text_encoder: UMT5TextEncoder) -> None:
@@ -140,6 +142,19 @@ def test_an_unknown_word_is_said_with_the_known_ones_that_are_spelled_most_like_
     assert conditions.joined(text_encoder.encode(PROMPTS[:1])).take([1, 0]).remarks(1, prompts[0]) == (expected,)
     # Nothing is kept of the vocabulary where every word is known.
     assert text_encoder.encode(PROMPTS[:1]).known_words == ()
+
+
+def test_a_remark_names_a_few_unknown_words_and_says_how_many_more_there_are(text_encoder: UMT5TextEncoder) -> None:
+    long = "z" * 10_000
+    conditions = text_encoder.encode([" ".join([long, *(f"cirle{index}" for index in range(2000))]), PROMPTS[0]])
+    (remark, cut) = conditions.remarks(0, "x")
+    assert "the last" in cut
+    assert len(remark) < 600
+    assert "zzzz..." in remark
+    assert remark.count("(nearest: 'circle')") == 9
+    assert remark.endswith("'cirle8' (nearest: 'circle') and 1991 more")
+    assert conditions.remarks(1, PROMPTS[0]) == ()
+    assert text_encoder.encode([" ".join(f"q{index}" for index in range(10))]).remarks(0, "x")[0].endswith("'q9'")
 
 
 def test_a_long_prompt_is_cut_and_says_by_how_much(text_encoder: UMT5TextEncoder) -> None:

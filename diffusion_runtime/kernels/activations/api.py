@@ -21,8 +21,8 @@ def silu_mul(
     """silu(gate) * features (Shazeer, arXiv:2002.05202); in a new contiguous tensor, or in the place of `gate`.
 
     gate, features: [..., dim], such as the halves of one product. num_shares: how many processes share the layer's
-    features, these being one's. Triton rounds once, the reference after each of the
-    two. Raises ConfigError for shapes that differ, and when the implementation that was asked for cannot run.
+    features, these being one's. Triton rounds once, the reference after each of the two. Raises ConfigError for shapes
+    that differ, and when the implementation that was asked for cannot run.
     """
     implementation = _narrowed(implementation, gate, "silu_mul", num_shares)
     if implementation == "auto":
