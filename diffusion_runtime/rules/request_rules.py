@@ -28,6 +28,7 @@ from diffusion_runtime.rules.initial_picture import (
     check_given,
     check_initial,
     default_strength,
+    initial_note,
     initial_remarks,
     size_of_picture,
 )
@@ -214,11 +215,12 @@ class RequestRules:
         return ", ".join(names_of(self.preset_rules.matching(request))) or None
 
     def sampling_note(self, request: GenerationRequest) -> str | None:
-        """Return what `PresetRules.note` says of a resolved request, its segments, and how many frames its file has
-        where these are not the model's; None for nothing."""
+        """Return what `PresetRules.note` says of a resolved request, the steps that run from init_path, its segments,
+        and how many frames its file has where these are not the model's; None for nothing."""
         settings = self.settings(request)
         notes = (
             self.preset_rules.note(request, self.sampling),
+            initial_note(settings),
             settings.segments.note,
             interpolation_note(settings, self.interpolation),
         )
