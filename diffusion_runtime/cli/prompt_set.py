@@ -1,4 +1,4 @@
-"""`--prompt-set shapes:64`, or `emoji:64` where its judge is: seeded prompts of which it is known what a clip must show."""
+"""`--prompt-set shapes:64`, or `emoji:64` where its judge is: seeded prompts, and what their clips must show."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class RequestRules:
     defaults: request values; presets: by name. model_fields: those of the fields that not every model uses which it
     does. attention_layers: with or without weights around them; their options may ask for a number of steps. loras: the
     LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured it. num_blocks: of
-    its transformer, None where that is not known. interpolation: the version of RIFE that makes frames between those of
-    the model, None without its weights."""
+    its transformer, None where that is not known. text_roles: as of DiffusionTransformer. interpolation: the version of
+    RIFE that makes frames between those of the model, None without its weights."""
 
     sampling: Sampling
     inputs: ImageInputs = field(default_factory=ImageInputs)
@@ -74,6 +74,7 @@ class RequestRules:
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
     num_blocks: int | None = None
+    text_roles: frozenset[str] = frozenset()
     interpolation: str | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
@@ -97,7 +98,8 @@ class RequestRules:
         values = chunk_values(settings) if self.sampling.is_causal else window_values(settings)
         values |= segment_values(settings)
         values |= riflex_values(settings, self.defaults)
-        check_guidance(settings.guidance, self.num_blocks, {each.layer.role for each in self.attention_layers})
+        roles = {each.layer.role for each in self.attention_layers}
+        check_guidance(settings.guidance, self.num_blocks, roles, self.text_roles)
         values |= settings.guidance.values
         # Building the samplers raises for what they cannot do.
         sampler = settings.build_sampler()
