@@ -140,9 +140,10 @@ def grow(
             lines += found
             write()
             print(f"{len(lines)} prompts ({document['seconds']} s)", flush=True)
-    if not lines:
-        raise SystemExit("no prompt was made: give it more --seconds")
     write()
+    if not lines:
+        how = "run it without --summarise" if arguments.summarise else "give it more --seconds"
+        raise SystemExit(f"no pair in {arguments.pairs}: {how}")
     print(json.dumps(summary(lines, arguments.kinds)["all"], indent=1))
 
 
@@ -160,12 +161,15 @@ def _batches(prompts: Sequence[NumberedPrompt], size: int, deadline: float) -> I
 
 def summary(lines: Sequence[dict[str, Any]], kinds: Iterable[str]) -> dict[str, Any]:
     """Return the prompt accuracy of both sides with its 95 % interval, how many clips turned right or wrong with
-    McNemar's p, latent distance and PSNR: of all lines and of those of each kind.
+    McNemar's p, latent distance and PSNR: of all lines and of those of each kind. Without a line there is their
+    number alone, 0.
 
     lines: {"kind", "right": {reference: bool, other: bool}, "latent_relative_l2", "psnr_db"}.
     """
 
     def part(of_kind: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if not of_kind:
+            return {"num_prompts": 0}
         sides = {name: [bool(line["right"][name]) for line in of_kind] for name in of_kind[0]["right"]}
         test = mcnemar(*sides.values())
         return {

@@ -189,11 +189,20 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= MAX_LINE_CHARACTERS else f"{line[: MAX_LINE_CHARACTERS - 3]}..."
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """` Did you mean 'x' or 'y'?` for the known names most like `name`, else ` Known: ...`."""
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """` Did you mean 'x' or 'y'?` for the known names most like `name`; else for one or two that begin with it, or hold
+    it; empty without."""
     names = sorted(set(known))
-    spelled = name if isinstance(name, str) else shown(name)
-    close = difflib.get_close_matches(spelled[:MAX_SHOWN_CHARACTERS], names, n=3, cutoff=0.6)
-    if close:
-        return " Did you mean " + " or ".join(repr(match) for match in close) + "?"
-    return f" Known: {', '.join(names)}." if names else ""
+    spelled = (name if isinstance(name, str) else shown(name))[:MAX_SHOWN_CHARACTERS]
+    close = difflib.get_close_matches(spelled, names, n=3, cutoff=0.6)
+    if not close and len(spelled) > 2:
+        begun = [each for each in names if each.startswith(spelled)]
+        held = [each for each in names if spelled in each]
+        close = next((each for each in (begun, held) if 0 < len(each) <= 2), [])
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return `did_you_mean`, else ` Known: ...`."""
+    names = sorted(set(known))
+    return did_you_mean(name, names) or (f" Known: {', '.join(names)}." if names else "")

@@ -17,7 +17,7 @@ from diffusion_runtime.core.hardware import (
     resolve_device,
     resolve_dtype,
 )
-from diffusion_runtime.errors import ConfigError, nearest
+from diffusion_runtime.errors import ConfigError, did_you_mean, nearest
 
 
 def test_the_cpu_is_described_by_its_versions() -> None:
@@ -65,6 +65,13 @@ def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: 
 def test_nearest_names() -> None:
     assert nearest("torch_spda", ["torch_sdpa", "fa"]) == " Did you mean 'torch_sdpa'?"
     assert nearest("zzz", ["b", "a"]) == " Known: a, b."
+    # The beginning or a part of one or two names, which as a whole are not like it.
+    names = ["fp8_attn", "_sage_qk_int8_pv_fp8_cuda", "video_sparse_attn", "vmoba_attn", "sparse_video_gen_2_attn"]
+    assert nearest("fp8", names) == " Did you mean 'fp8_attn'?"
+    assert nearest("int8", names) == " Did you mean '_sage_qk_int8_pv_fp8_cuda'?"
+    assert nearest("video", names) == " Did you mean 'video_sparse_attn'?"
+    assert did_you_mean("_video", names) == " Did you mean 'sparse_video_gen_2_attn'?"
+    assert did_you_mean("_at", names) == did_you_mean("vm", names) == ""
 
 
 def test_programs_are_those_that_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

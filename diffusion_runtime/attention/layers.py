@@ -164,7 +164,9 @@ class AttentionLayer(nn.Module, ABC):
             return self._attended(inputs, context, block_mask)
 
         def attend(inputs: AttentionInputs, *, is_guided: bool) -> torch.Tensor:
-            return self._attended(inputs, context, block_mask, is_guided=is_guided)
+            # Without the negative texts a call has other lengths, by which its backend is chosen.
+            own = context if inputs.layout is context.layout else context.with_layout(inputs.layout)
+            return self._attended(inputs, own, block_mask, is_guided=is_guided)
 
         group, guidance = (
             self.policy.mesh.tensor,

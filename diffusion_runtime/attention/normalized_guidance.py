@@ -8,7 +8,8 @@ Queries attend to the prompt, Z+, and to the negative text, Z-, and each token's
 with norms over all heads. The paper's phi is scale - 1: scale counts as in its authors' code, where 1 is no guidance.
 
 A forward pass has the texts of all samples first and the negative texts after them. In a model that attends to text as
-keys (cross-attention) its tokens are there once, and each query attends to both texts. In a model whose text is part of
+keys (cross-attention) its tokens are there once, and each query attends to both texts, or with a scale of 1 to the
+prompt alone. In a model whose text is part of
 the sequence (joint attention) the tokens are there twice, one sample with each text: both get the same Z, so that they
 stay the same, and each text goes on as it would alone.
 
@@ -18,7 +19,7 @@ for all, or pairs of a role and a number. A role comes before its category, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -90,9 +91,11 @@ class RoleGuidance:
         q, k, gate, layout = inputs.q, inputs.k, inputs.gate, inputs.layout
         if len(k) != 2 * self.num_samples:
             return attend(inputs, is_guided=False)
+        if len(q) == self.num_samples and self.scale == 1:
+            return attend(self._of_prompts(inputs), is_guided=False)
         if len(q) == self.num_samples:
             twice = inputs._replace(q=torch.cat([q, q]), gate=None if gate is None else torch.cat([gate, gate]))
-            positive, negative = attend(twice, is_guided=self.scale > 1).chunk(2)
+            positive, negative = attend(twice, is_guided=True).chunk(2)
             return self.combine(positive, negative, group)
         if layout is None or not layout.num_grid_tokens or not (has_prefix or layout.num_prompt_tokens):
             return attend(inputs, is_guided=False)
@@ -104,6 +107,14 @@ class RoleGuidance:
         positive.copy_(combined)
         negative.copy_(combined)
         return out
+
+    def _of_prompts(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return the call without the keys of the negative texts."""
+        count, layout, mask = self.num_samples, inputs.layout, inputs.mask
+        if layout is not None and layout.valid_lengths is not None:
+            layout = replace(layout, valid_lengths=layout.valid_lengths[:count])
+        mask = mask if mask is None or len(mask) == 1 else mask[:count]
+        return inputs._replace(k=inputs.k[:count], v=inputs.v[:count], layout=layout, mask=mask)
 
     def combine(self, positive: torch.Tensor, negative: torch.Tensor, group: RankGroup | None = None) -> torch.Tensor:
         """Return Z of Z+ and Z-, [batch, seq, heads, head_dim] each, in their dtype; computed in float32, float64 for
@@ -123,7 +134,7 @@ class RoleGuidance:
 
     def allocated(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return tensors as large as those that a guided call makes beside its result, on the meta device."""
-        if len(k) != 2 * self.num_samples:
+        if len(k) != 2 * self.num_samples or self.scale == 1:
             return ()
         wide = torch.promote_types(q.dtype, torch.float32)
         combined = q.new_empty(self.num_samples, *q.shape[1:], dtype=wide)

@@ -19,10 +19,10 @@ from diffusion_runtime.core.latent_geometry import ClipSize, LatentGeometry
 from diffusion_runtime.core.model_folder import INDEX_FILE, component_class, read_json
 from diffusion_runtime.diffusers_bridge.random_transformer import class_in_diffusers, random_transformer
 from diffusion_runtime.diffusers_bridge.sample_inputs import StepInputs, StepSample, step_inputs
-from diffusion_runtime.errors import ConfigError, RequestError, nearest, shown
+from diffusion_runtime.errors import ConfigError, RequestError, shown
 from diffusion_runtime.models.family import Model
 from diffusion_runtime.models.interface import DiffusionTransformer
-from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, resolve_model_folder
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS, named_alike, resolve_model_folder
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.published_folders import FolderFiles, published_folders, write_folder
 from diffusion_runtime.models.random_weights import fill_randomly
@@ -191,10 +191,9 @@ def _find_published(name: str) -> PublishedModel | None:
         return None
     found = next((each for each in published_models() if name in (each.name, each.model_path)), None)
     if found is None:
-        known = [each.name for each in published_models()]
         raise ConfigError(
-            f"MODEL: {shown(name)} is neither a folder nor a published model.{nearest(name, known)} "
-            f"Expected one of {', '.join(known)}, or a diffusers folder"
+            f"MODEL: {shown(name)} is neither a folder nor a published model.{named_alike(name)} Expected a name that "
+            "`diffusion-runtime models` lists, or a diffusers folder"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""`--prompt-set shapes:64` or `emoji:64`: seeded prompts of which it is known what a clip must show."""
+"""`--prompt-set shapes:64`, or `emoji:64` where its judge is: seeded prompts, and what their clips must show."""
 
 from __future__ import annotations
 
@@ -54,8 +54,13 @@ def requests_of_set(requests: Sequence[GenerationRequest], prompt_set: str | Non
 def _parsed(text: str) -> tuple[str, int, int]:
     match = _SET.fullmatch(text.strip())
     if match is None or int(match[2]) > MAX_PROMPTS:
+        from diffusion_runtime.quality.worlds import WORLDS
+
+        # Those alone whose clips can be judged in this installation; shapes always can.
+        first, *others = [name for name, world in WORLDS.items() if world.lacks() is None]
+        same = f", or the same of {' or '.join(others)}" if others else ""
         raise ConfigError(
-            f"--prompt-set: expected shapes:COUNT or shapes:COUNT:SEED, or the same of emoji, up to {MAX_PROMPTS} "
-            f"prompts, got {shown(text)}"
+            f"--prompt-set: expected {first}:COUNT or {first}:COUNT:SEED{same}, up to {MAX_PROMPTS} prompts, got "
+            f"{shown(text)}"
         )
     return match[1], int(match[2]), _DEFAULT_SEED if match[3] is None else int(match[3])

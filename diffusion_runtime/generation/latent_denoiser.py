@@ -45,7 +45,6 @@ from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.request.step_cache_options import TeaCachePolynomials
 from diffusion_runtime.request.strength import reads_initial
 from diffusion_runtime.rules.batch_settings import BatchSettings, expert_by_timestep
-from diffusion_runtime.rules.guidance import unmet_roles
 from diffusion_runtime.text_encoders.interface import Conditions
 
 
@@ -158,9 +157,6 @@ class LatentDenoiser:
             number, place = number + 1, following[0].stage.first_place(latents, noise)
         if isinstance(forward, GraphedForward):
             forward.report()
-        guided = {row.role for row in self.recorder.report().rows if row.is_guided}
-        for remark in unmet_roles(settings.shared, guided):
-            self.recorder.note(remark)
         if run.stage.is_over(place):
             # The next stage begins anew, without what this one's sampler keeps.
             place = SamplerState(place.index, place.latents)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from diffusion_runtime.decoders.decoder_graphs import DecoderGraphs
+from diffusion_runtime.kernels.implementation import eager_remark
 from diffusion_runtime.layers.eight_bit_linear import ProductCounter
 from diffusion_runtime.memory.device_memory import shortage_remark
 from diffusion_runtime.memory.offloading import Offloading
 from diffusion_runtime.report.attention_report import AttentionRecorder
-from diffusion_runtime.startup.first_use import kernels_compiled, left_out
+from diffusion_runtime.startup.first_use import kernels_compiled
 
 Timings = Mapping[str, float]
 
@@ -98,20 +99,29 @@ class ShortageRemark(Participant):
         return {}
 
 
+class EagerLayers(Participant):
+    """Remark on narrow layers, whose fused kernels are not compiled. widths: numbers of a token in the layers."""
+
+    def __init__(self, device: torch.device, widths: Collection[int]) -> None:
+        self._device, self._widths = device, widths
+
+    def finish(self, recorder: AttentionRecorder) -> Timings:
+        if (remark := eager_remark(self._device, self._widths)) is not None:
+            recorder.note(remark)
+        return {}
+
+
 class CompileTime(Participant):
-    """Seconds spent on compiling kernels at their first use, and remarks on those that are not compiled."""
+    """Seconds spent on compiling kernels at their first use."""
 
     def __init__(self) -> None:
-        self._before, self._left_out = kernels_compiled(), left_out()
+        self._before = kernels_compiled()
 
     def begin(self, recorder: AttentionRecorder) -> None:
         del recorder
-        self._before, self._left_out = kernels_compiled(), left_out()
+        self._before = kernels_compiled()
 
     def finish(self, recorder: AttentionRecorder) -> Timings:
-        # Of this generation alone: another model of the process may have narrow layers.
-        for remark in left_out() - self._left_out:
-            recorder.note(remark)
         num_kernels, seconds = (now - before for now, before in zip(kernels_compiled(), self._before, strict=True))
         if not num_kernels:
             return {}

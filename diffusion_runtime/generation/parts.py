@@ -20,6 +20,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.generation.participants import (
     CompileTime,
     CountedProducts,
+    EagerLayers,
     OffloadedParts,
     Participant,
     Participants,
@@ -114,12 +115,17 @@ class PipelineParts:
         """The encoder of pictures and videos that denoising starts from, loaded when it is first asked for."""
         return self.load_latent_encoder()
 
+    @functools.cached_property
+    def _widths(self) -> frozenset[int]:
+        """Numbers of a token in the transformer's attention layers."""
+        return frozenset(each.num_heads_total * each.head_dim for each in self.transformer.attention_layers())
+
     def participants(self, device: torch.device) -> Participants:
         """Return the subsystems of these parts that take part in a generation."""
         several: list[Participant] = [CountedProducts(self.products)]
         if self.offloading is not None:
             several.append(OffloadedParts(self.offloading))
-        several += [ShortageRemark(device), CompileTime()]
+        several += [ShortageRemark(device), EagerLayers(device, self._widths), CompileTime()]
         if self.decoder_graphs is not None:
             several.append(ReplayedDecoder(self.decoder_graphs))
         return Participants(several)

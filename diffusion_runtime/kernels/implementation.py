@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 
 import torch
 
 from diffusion_runtime.errors import ConfigError
-from diffusion_runtime.startup.first_use import NARROW, leave_out
+from diffusion_runtime.startup.first_use import NARROW
 from diffusion_runtime.startup.importing import import_failure
 
 IMPLEMENTATIONS = ("reference", "triton")
@@ -47,13 +48,18 @@ def leaves_eager(x: torch.Tensor, width: int) -> bool:
     """Return True if a call of `auto` on a GPU is computed by its eager formula, since its layer is_narrow. On the meta
     device, where memory is planned, it has its shape alone as any other: eager formulas import torch's compiler there,
     for seconds."""
-    if not x.is_cuda or not is_narrow(width):
-        return False
-    leave_out(
+    return x.is_cuda and is_narrow(width)
+
+
+def eager_remark(device: torch.device, widths: Iterable[int]) -> str | None:
+    """Return what a request's report says of layers of these widths; None where none of them leaves_eager. Of the model
+    and not of its calls: a request whose passes are all replayed from CUDA graphs has none."""
+    if device.type != "cuda" or not any(map(is_narrow, widths)):
+        return None
+    return (
         f"fused kernels: eager formulas in layers of at most {NARROW} numbers per token, which repay no compiling "
         f"({VARIABLE}=triton compiles them)"
     )
-    return True
 
 
 def runs_in_triton(implementation: str, refusal: str | None) -> bool:

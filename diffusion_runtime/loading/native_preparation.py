@@ -120,6 +120,7 @@ def prepare_native(
             rules_with_loras(model, config, parts.folder.digest, rules, config.lora, weights.loras),
             attention_layers=weights.layers,
             num_blocks=weights.built.transformer.num_blocks,
+            text_roles=weights.built.transformer.text_roles,
         ),
         attention=planned_attention(weights.built.layers),
         libraries=(

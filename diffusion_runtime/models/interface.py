@@ -141,6 +141,11 @@ class DiffusionTransformer(nn.Module, ABC):
         """
 
     @property
+    def text_roles(self) -> frozenset[str]:
+        """Roles of the attention in which a picture's or a sound's tokens meet the prompt."""
+        return frozenset({"cross" if self.text_is_keys else "self"})
+
+    @property
     @abstractmethod
     def num_blocks(self) -> int:
         """Number of blocks that a forward pass gives to `context.run_blocks`."""

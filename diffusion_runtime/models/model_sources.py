@@ -17,7 +17,7 @@ from diffusion_runtime.core.model_folder import (
     check_model_files,
     component_class,
 )
-from diffusion_runtime.errors import ModelLoadError, nearest, shown
+from diffusion_runtime.errors import ModelLoadError, did_you_mean, nearest, shown
 from diffusion_runtime.models import hub
 from diffusion_runtime.models.published import model_of_name, published_model_of, published_models
 from diffusion_runtime.models.published_folders import packaged_folder, published_folders
@@ -269,21 +269,21 @@ def _siblings(path: Path, typed: str = "") -> str:
     if not parent.is_dir():
         return f" Its parent {parent} does not exist either."
     names = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
-    close = nearest(path.name, names)
-    if "Did you mean" in close:
-        return close
-    return _named_alike(typed) or f" In {parent} there is: {listed(names) or 'no folder'}."
+    return (
+        did_you_mean(path.name, names)
+        or named_alike(typed)
+        or f" In {parent} there is: {listed(names) or 'no folder'}."
+    )
 
 
-def _named_alike(typed: str) -> str:
+def named_alike(typed: str) -> str:
     """Return ` Did you mean 'flux.1-dev'?` for a name that is nearly one of `diffusion-runtime models`, or begins one;
     a path is none."""
     if "/" in typed:
         return ""
     known = [*EMBEDDED_FOLDERS, *(model.name for model in published_models())]
     spelled = typed.lower()
-    close = nearest(spelled, known)
-    if "Did you mean" in close:
+    if close := did_you_mean(spelled, known):
         return close
     begun = [name for name in known if len(spelled) > 2 and name.startswith(spelled)]
     return f" Did you mean {' or '.join(map(repr, begun[:3]))}?" if begun else ""

@@ -175,11 +175,13 @@ class Guidance:
 _OF_SKIP = ("skip_layer_scale", "skip_layer_start", "skip_layer_stop")
 
 
-def check_guidance(guidance: Guidance, num_blocks: int | None, roles: Collection[str] = ()) -> None:
+def check_guidance(
+    guidance: Guidance, num_blocks: int | None, roles: Collection[str] = (), text_roles: Collection[str] = ()
+) -> None:
     """Raises RequestError for guidance of a model that runs without, and for spatio-temporal guidance without blocks,
     or with some that the model does not have; for skip-layer guidance that does not say which; for guidance by
-    attention roles that are none of `roles`, those of the model, empty where they are not known. num_blocks: of the
-    transformer, None where that is not known."""
+    attention roles that are none of `roles`, those of the model, or none of `text_roles`, those that meet the prompt;
+    both are empty where they are not known. num_blocks: of the transformer, None where that is not known."""
     if not guidance.sampling.takes_guidance and guidance.is_guided:
         raise RequestError(
             "guidance_scale: this model was distilled to run without guidance; expected 1 or less, got "
@@ -191,6 +193,7 @@ def check_guidance(guidance: Guidance, num_blocks: int | None, roles: Collection
             "blurry), or leave out --nag-scale"
         )
     _check_roles(guidance.shared, roles)
+    _check_text_roles(guidance.shared, text_roles)
     _check_skip(guidance, num_blocks)
     guidance.steps.check()
     terms = guidance.terms
@@ -208,18 +211,6 @@ def check_guidance(guidance: Guidance, num_blocks: int | None, roles: Collection
 def text_by_role(value: NumberByRole) -> str:
     """`5`, `cross=5,default=3`."""
     return ",".join(f"{role}={number:g}" for role, number in value) if isinstance(value, tuple) else f"{value:g}"
-
-
-def unmet_roles(shared: GenerationRequest, guided: Collection[str]) -> list[str]:
-    """Return sentences on roles that nag_scale names and that attended to no two texts. guided: roles that did."""
-    scale = shared.nag_scale
-    named = [role for role, number in scale if number > 1] if isinstance(scale, tuple) else []
-    met = {DEFAULT_ROLE, *guided, *map(role_category, guided)}
-    return [
-        f"nag_scale: {role} is not used: no attention of that role is to the prompt and the negative prompt"
-        for role in named
-        if role not in met
-    ]
 
 
 def _check_roles(shared: GenerationRequest, roles: Collection[str]) -> None:
@@ -252,4 +243,16 @@ def _check_skip(guidance: Guidance, num_blocks: int | None) -> None:
         raise RequestError(
             f"skip_layer_stop: expected more than skip_layer_start, {start:g}, or 0 for none, got "
             f"{shared.skip_layer_stop:g}"
+        )
+
+
+def _check_text_roles(shared: GenerationRequest, text_roles: Collection[str]) -> None:
+    scale = shared.nag_scale
+    named = [role for role, number in scale if number > 1] if isinstance(scale, tuple) and text_roles else []
+    met = dict.fromkeys((*sorted(text_roles), *sorted(map(role_category, text_roles)), DEFAULT_ROLE))
+    unmet = next((role for role in named if role not in met), None)
+    if unmet is not None:
+        raise RequestError(
+            f"nag_scale: {unmet} attends to no prompt in this model; expected {', '.join(met)} (--nag-scale "
+            f"{next(iter(met))}=5)"
         )

@@ -99,8 +99,21 @@ def initial_sound(request: GenerationRequest) -> tuple[str, str] | None:
     return None
 
 
+def initial_note(settings: BatchSettings) -> str | None:
+    """Return which of the steps run from init_path; None without one, and where all run from noise."""
+    request = settings.shared
+    if request.init_path is None or starts_from_noise(request):
+        return None
+    level = settings.build_sampler().steps(torch.device("cpu"))[0].sigma
+    given = "sigmas" if request.strength is None else f"strength {request.strength:g}"
+    return (
+        f"init_path: {given}: {settings.num_steps} of {settings.num_inference_steps} steps run, from a noise level of "
+        f"{level:.3g}"
+    )
+
+
 def initial_remarks(settings: BatchSettings) -> Iterator[str]:
-    """Yield sentences on the steps that run from init_path, and on what of it is not used."""
+    """Yield sentences on what of init_path is not used, and on the sound that starts from it."""
     request, size = settings.shared, settings.size
     if request.init_path is None:
         return
@@ -111,12 +124,6 @@ def initial_remarks(settings: BatchSettings) -> Iterator[str]:
         rest = "the rest of the mask alone is of it" if request.mask_path else "it is not used"
         yield f"init_path: strength {request.strength:g} begins with noise{_largest_of_use(request)}: {rest}"
         return
-    level = settings.build_sampler().steps(torch.device("cpu"))[0].sigma
-    given = "sigmas" if request.strength is None else f"strength {request.strength:g}"
-    yield (
-        f"init_path: {given}: {settings.num_steps} of {settings.num_inference_steps} steps run, from a noise level of "
-        f"{level:.3g}"
-    )
     if settings.sampling.geometry.makes_sound:
         yield f"init_path: the sound starts from {_sound_text(request)}, at the same step as the pictures"
 

@@ -28,6 +28,7 @@ from diffusion_runtime.rules.initial_picture import (
     check_given,
     check_initial,
     default_strength,
+    initial_note,
     initial_remarks,
     size_of_picture,
 )
@@ -59,8 +60,8 @@ class RequestRules:
     defaults: request values; presets: by name. model_fields: those of the fields that not every model uses which it
     does. attention_layers: with or without weights around them; their options may ask for a number of steps. loras: the
     LoRA files of its transformer. spectrum: of its autoencoder's latents, None where nobody measured it. num_blocks: of
-    its transformer, None where that is not known. interpolation: the version of RIFE that makes frames between those of
-    the model, None without its weights."""
+    its transformer, None where that is not known. text_roles: as of DiffusionTransformer. interpolation: the version of
+    RIFE that makes frames between those of the model, None without its weights."""
 
     sampling: Sampling
     inputs: ImageInputs = field(default_factory=ImageInputs)
@@ -73,6 +74,7 @@ class RequestRules:
     loras: tuple[Lora, ...] = ()
     spectrum: LatentSpectrum | None = None
     num_blocks: int | None = None
+    text_roles: frozenset[str] = frozenset()
     interpolation: str | None = None
 
     def resolve(self, request: GenerationRequest, preset: str | None = None) -> GenerationRequest:
@@ -96,7 +98,8 @@ class RequestRules:
         values = chunk_values(settings) if self.sampling.is_causal else window_values(settings)
         values |= segment_values(settings)
         values |= riflex_values(settings, self.defaults)
-        check_guidance(settings.guidance, self.num_blocks, {each.layer.role for each in self.attention_layers})
+        roles = {each.layer.role for each in self.attention_layers}
+        check_guidance(settings.guidance, self.num_blocks, roles, self.text_roles)
         values |= settings.guidance.values
         # Building the samplers raises for what they cannot do.
         sampler = settings.build_sampler()
@@ -214,11 +217,12 @@ class RequestRules:
         return ", ".join(names_of(self.preset_rules.matching(request))) or None
 
     def sampling_note(self, request: GenerationRequest) -> str | None:
-        """Return what `PresetRules.note` says of a resolved request, its segments, and how many frames its file has
-        where these are not the model's; None for nothing."""
+        """Return what `PresetRules.note` says of a resolved request, the steps that run from init_path, its segments,
+        and how many frames its file has where these are not the model's; None for nothing."""
         settings = self.settings(request)
         notes = (
             self.preset_rules.note(request, self.sampling),
+            initial_note(settings),
             settings.segments.note,
             interpolation_note(settings, self.interpolation),
         )

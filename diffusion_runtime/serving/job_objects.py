@@ -21,7 +21,8 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
     """Return a job as OpenAI's videos are, with fields of ours behind theirs; of images, what is of one file is of the
     first one."""
     work, request = job.work, job.work["requests"][0]
-    live = dispatcher.live(job.id) if job.status in (QUEUED, IN_PROGRESS) else None
+    # Not of one that waits: its row may be older than what an engine has reported since.
+    live = dispatcher.live(job.id) if job.status == IN_PROGRESS else None
     part = None if job.result is None else job.result["parts"][0]
     num_frames, fps = _frames_of_file(request, part)
     seconds = None if not num_frames or not fps else num_frames / fps

@@ -35,7 +35,7 @@ class Live:
         self.changed = asyncio.Event()
 
     def advance(self, stage: str, step: int, num_steps: int) -> None:
-        """Note that `step` of a stage are done. The progress never falls, though a job is made again."""
+        """Note that `step` of a stage are done. The progress never falls while a job runs, though it is made again."""
         first, last = _SPANS.get(stage, (0, 0))
         self.stage, self.step, self.num_steps = stage, step, num_steps
         self.progress = max(self.progress, int(first + (last - first) * step / num_steps))

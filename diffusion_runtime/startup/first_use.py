@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,6 @@ class _Compiled:
 _compiled = _Compiled()
 # Several threads compile while weights are read.
 _counting = threading.Lock()
-_left_out: Counter[str] = Counter()
 
 
 def kernels_compiled() -> tuple[int, float]:
@@ -44,16 +42,6 @@ def count_kernel(seconds: float) -> None:
     with _counting:
         _compiled.num_kernels += 1
         _compiled.seconds += seconds
-
-
-def leave_out(remark: str) -> None:
-    """Count a call whose kernel this process does not compile. remark: on such calls."""
-    _left_out[remark] += 1
-
-
-def left_out() -> Counter[str]:
-    """Return the calls that `leave_out` has counted so far, by remark."""
-    return _left_out.copy()
 
 
 def watch_triton() -> None:

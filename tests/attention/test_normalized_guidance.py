@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tables import table
 
 from diffusion_runtime.attention import AttentionContext, LayerInfo, LocalAttention, TokenLayout, USPAttention
 from diffusion_runtime.attention.normalized_guidance import NormalizedGuidance, RoleGuidance
 from diffusion_runtime.attention.roles import role_category
+from diffusion_runtime.parallel.interface import AttentionInputs
 
 HEADS, HEAD_DIM = 2, 8
 # Ratios on both sides of tau.
@@ -111,6 +114,32 @@ def test_each_role_has_numbers_of_its_own() -> None:
         (row,) = context.recorder.report().rows
         assert (row.role, row.is_guided) == (role, role != "self")
     assert (out - whole[:2]).abs().max() < 1e-12
+
+
+def test_a_role_of_scale_1_meets_the_prompts_alone() -> None:
+    """The call of a request without guidance, to the bit, in numbers of its kind: half the queries and half the keys;
+    nothing is planned for a second text."""
+    guidance, lengths = NormalizedGuidance(1.0, 2.5, 0.25, num_samples=2), (7, 7, 3, 2)
+    q, k, v = (drawn(*size, dtype=torch.float32) for size in ((2, 6, 1), (4, 7, 2), (4, 7, 3)))
+    mask = torch.randn(4, 1, 1, 7, generator=torch.Generator().manual_seed(4))
+    layer, plain, met = LocalAttention(HEADS, HEAD_DIM), AttentionContext(), []
+    run = layer._run
+
+    def seen(inputs: AttentionInputs, *given: Any) -> Any:
+        met.append((len(inputs.q), len(inputs.k), len(inputs.v)))
+        return run(inputs, *given)
+
+    layer._run = seen  # type: ignore[method-assign]
+    for of_all, of_prompts in ((lengths, lengths[:2]), ((5, 3, 7, 2), (5, 3))):
+        context = AttentionContext(layout=TokenLayout.text(7, of_all), guidance=guidance)
+        alone = plain.with_layout(TokenLayout.text(7, of_prompts))
+        assert torch.equal(layer(q, k, v, context), layer(q, k[:2], v[:2], alone))
+    context = AttentionContext(layout=TokenLayout.text(7), guidance=guidance)
+    assert torch.equal(layer(q, k, v, context, mask=mask), layer(q, k[:2], v[:2], mask=mask[:2]))
+    assert torch.equal(layer(q, k, v, context, mask=mask[:1]), layer(q, k[:2], v[:2], mask=mask[:1]))
+    assert set(met) == {(2, 2, 2)}
+    assert guidance.of_role("self", "self").allocated(q, k) == ()
+    assert GUIDANCE.of_role("self", "self").allocated(q, k) != ()
 
 
 def test_texts_in_the_sequence_go_on_by_themselves() -> None:

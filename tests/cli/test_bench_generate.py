@@ -131,6 +131,8 @@ REFUSALS = {
     "random weights that wait": (("flux.1-dev", "--offload", "layers"), "--offload layers: the random weights of"),
     "a limit for random weights": (("flux.1-dev", "--memory-limit", "8GB"), "--memory-limit: the random weights of"),
     "an unknown model": (("flux.1-def",), "neither a folder nor a published model. Did you mean 'flux.1-dev'"),
+    "the beginning of a model": (("moss",), "Did you mean 'moss-image-base' or 'moss-image-sft'? Expected a name that"),
+    "nothing like a model": (("none",), "nor a published model. Expected a name that `diffusion-runtime models` lists"),
     "an unknown preset": (("shapes", "--preset", "fats"), "fats"),
     "a size between": (("shapes", "--height", "65"), "height: expected a multiple of 16, got 65"),
     "a plot that is none": (("shapes", "--plot", "it.txt"), "--plot: expected a file that ends in"),

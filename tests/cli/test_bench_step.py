@@ -70,6 +70,8 @@ def test_one_object_and_files(command: Command, tmp_path: Path) -> None:
 
 REFUSALS = {
     "an unknown model": (("flux.1-def",), "neither a folder nor a published model. Did you mean 'flux.1-dev'"),
+    "the beginning of a model": (("moss",), "Did you mean 'moss-image-base' or 'moss-image-sft'? Expected a name that"),
+    "nothing like a model": (("none",), "nor a published model. Expected a name that `diffusion-runtime models` lists"),
     "a size between": (("--height", "65"), "height: expected a multiple of 16, got 65"),
     "an unknown mode": (("--mode", "eager,quick"), "--mode: expected some of eager,graphs,fp8"),
     "graphs without a GPU": (

@@ -126,6 +126,7 @@ def test_every_single_test(command: Command, monkeypatch: pytest.MonkeyPatch) ->
     ("arguments", "said"),
     [
         (["--attention-backend", "torch_spda"], "Did you mean 'torch_sdpa'"),
+        (["--attention-backend", "fp8"], "Did you mean 'fp8_attn'"),
         (["--device", "gpu"], "device: expected auto, cpu, cuda"),
     ],
 )

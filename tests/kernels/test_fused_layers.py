@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from diffusion_runtime.kernels.qk_norm_rope import triton as rope_triton
 from diffusion_runtime.kernels.qk_norm_rope.api import norm_rope
 from diffusion_runtime.kernels.qk_norm_rope.reference import NormRopeCall
 from diffusion_runtime.layers.linear import Linear
-from diffusion_runtime.startup import first_use
 
 LAYER = Norm("layer", 1e-6)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -308,7 +306,6 @@ def test_a_narrow_layer_on_a_gpu_compiles_nothing_unless_it_is_asked_to(
     monkeypatch: pytest.MonkeyPatch, dim: int, is_eager: bool
 ) -> None:
     monkeypatch.setattr(implementation, "is_interpreted", False)
-    monkeypatch.setattr(first_use, "_left_out", Counter())
     monkeypatch.delenv(VARIABLE, raising=False)
     torch.manual_seed(0)
     x, asked = torch.randn(1, 2, dim), []
@@ -320,14 +317,14 @@ def test_a_narrow_layer_on_a_gpu_compiles_nothing_unless_it_is_asked_to(
         rtol=1e-5,
         atol=1e-6,
     )
-    assert (len(asked), len(first_use.left_out())) == ((0, 1) if is_eager else (1, 0))
+    on_gpu, on_cpu = (implementation.eager_remark(torch.device(kind), (dim, 4096)) for kind in ("cuda", "cpu"))
+    assert (len(asked), on_gpu is not None, on_cpu) == ((0, True, None) if is_eager else (1, False, None))
     monkeypatch.setenv(VARIABLE, "triton")
     modulated_norm(gpu, LAYER)
     monkeypatch.delenv(VARIABLE)
-    # A CPU compiles nothing, and says nothing.
-    monkeypatch.setattr(first_use, "_left_out", Counter())
+    # A CPU compiles nothing.
     modulated_norm(x, LAYER)
-    assert (len(asked), first_use.left_out()) == (2 if is_eager else 3, Counter())
+    assert len(asked) == (2 if is_eager else 3)
 
 
 @pytest.mark.parametrize(("apply", "widest"), [(sigmoid_mul, 256), (silu_mul, 4 * 256)])

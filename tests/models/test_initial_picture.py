@@ -248,7 +248,9 @@ def test_what_a_request_says(shapes: Pipeline, files: Mapping[str, str], tmp_pat
     resolved = rules.resolve(request_of(init_path=wide, height=None, width=None, num_inference_steps=10))
     assert (resolved.strength, (resolved.width or 0) / (resolved.height or 1)) == (0.6, pytest.approx(2, rel=0.1))
     assert rules.settings(resolved).num_steps == 6
-    assert any("strength 0.6: 6 of 10 steps run, from a noise level of" in each for each in rules.unused(resolved))
+    # As was asked for: a note, no warning.
+    assert "init_path: strength 0.6: 6 of 10 steps run, from a noise level of" in (rules.sampling_note(resolved) or "")
+    assert not any("steps run" in each for each in rules.unused(resolved))
     levels = rules.resolve(
         request_of(init_path=files["picture"], sigmas=(0.5, 0.25), num_inference_steps=None, sampler="flow_match_euler")
     )
@@ -259,6 +261,8 @@ def test_what_a_request_says(shapes: Pipeline, files: Mapping[str, str], tmp_pat
     assert torch.equal(initial.noised(torch.ones(1), 0.5), torch.full((1,), 0.5))
     unused = rules.unused(rules.resolve(request_of(init_path=files["picture"], strength=1.0)))
     assert any("strength 1 begins with noise: it is not used" in each for each in unused)
+    whole = rules.resolve(request_of(init_path=files["picture"], strength=1.0))
+    assert "steps run" not in (rules.sampling_note(whole) or "")
     few = rules.resolve(request_of(init_path=files["picture"], strength=0.8, num_inference_steps=4))
     told = "init_path: strength 0.8 begins with noise, as 4 steps are few (give 0.75 or less): it is not used"
     assert told in rules.unused(few)

@@ -25,6 +25,12 @@ from diffusion_runtime.loading import inspect_pipeline
 pytestmark = pytest.mark.filterwarnings("ignore")
 FolderOf = Callable[[str], Path]
 NEGATIVE = "a star"
+# Of requests that resolve.
+SIZES = {
+    "wan": {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2},
+    "hunyuan_video": {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2},
+    "ltx2": {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2},
+}
 
 
 def loaded(folder: Path) -> Pipeline:
@@ -63,7 +69,7 @@ def test_a_pass_with_two_texts(tiny_folder_of: FolderOf, family: str) -> None:
     scale = plain.abs().max()
     assert (unguided[:1] - plain).abs().max() < 1e-5 * scale
     assert (guided[:1] - plain).abs().max() > 1e-3 * scale
-    assert roles == {"cross" if model.text_is_keys else "self"}
+    assert roles == model.text_roles == {"cross" if model.text_is_keys else "self"}
 
 
 @pytest.mark.slow
@@ -86,7 +92,8 @@ def test_every_family_that_reads_a_prompt_is_guided(tiny_folder_of: FolderOf, tm
             float((a - b).abs().max()) / scale
             for a, b in ((found[1], found[0]), (found[2], found[0]), (found[3][:1], found[1]))
         )
-        is_counted = any(row.is_guided for row in guided.rows) and not any(row.is_guided for row in report.rows)
+        roles = {row.role for row in guided.rows if row.is_guided}
+        is_counted = roles == pipeline.transformer.text_roles and not any(row.is_guided for row in report.rows)
         if not (far > 1e-4 > 1e-5 > max(near, beside) and is_counted and guided.num_calls == report.num_calls):
             wrong.append((family, far, near, beside, is_counted))
     assert wrong == []
@@ -136,13 +143,21 @@ def test_what_a_request_says_of_it(tiny_folder_of: FolderOf, tmp_path: Path) -> 
         restoring.resolve(dataclasses.replace(plain, nag_scale=5.0, video_path=str(video)))
 
 
-def test_a_role_that_attends_to_no_text_is_said(tiny_folder_of: FolderOf) -> None:
-    pipeline = loaded(tiny_folder_of("wan"))
-    asked = request_of(pipeline, negative_prompt=NEGATIVE, nag_scale="cross=5,self=3")
-    report = pipeline(asked).attention_report
-    assert {row.role for row in report.rows if row.is_guided} == {"cross"}
-    assert "nag_scale cross=5,self=3, nag_tau 2.5" in str(report)
-    assert "nag_scale: self is not used: no attention of that role" in str(report)
+def test_a_role_that_attends_to_no_prompt_is_refused_before_the_weights_load(tiny_folder_of: FolderOf) -> None:
+    """One of scale 1 is not, nor one by its category."""
+    for family, roles, refused in (
+        ("wan", "cross, default", "cross=5,self=3"),
+        ("hunyuan_video", "self, default", "cross=3"),
+        ("ltx2", "cross, ltx2.audio_cross, default", "ltx2.audio_to_video=3"),
+    ):
+        rules = inspect_pipeline(RuntimeConfig(str(tiny_folder_of(family)), device="cpu")).rules
+        asked = GenerationRequest("a red circle", negative_prompt=NEGATIVE, **SIZES[family])
+        first = roles.partition(",")[0]
+        message = rf"nag_scale: \S+ attends to no prompt in this model; expected {roles} \(--nag-scale {first}=5\)"
+        with pytest.raises(RequestError, match=message):
+            rules.resolve(dataclasses.replace(asked, nag_scale=refused))
+        for taken in (f"{first}=3", f"{first}=3,{'self' if first == 'cross' else 'cross'}=1", "default=5"):
+            rules.resolve(dataclasses.replace(asked, nag_scale=taken))
 
 
 def test_it_goes_with_guidance_by_a_second_branch(tiny_folder_of: FolderOf) -> None:

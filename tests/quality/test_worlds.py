@@ -88,6 +88,21 @@ def test_models_without_a_world_or_a_judge_want_nothing(tmp_path: Path, monkeypa
         requests_of_set([_request(flags)], "emoji:3")
 
 
+@pytest.mark.parametrize(
+    ("has_judge", "said"), [(False, "COUNT:SEED, up to"), (True, "SEED, or the same of emoji, up")]
+)
+def test_an_unknown_prompt_set_lists_those_that_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_judge: bool, said: str
+) -> None:
+    detector = tmp_path / "detector.safetensors"
+    if has_judge:
+        detector.touch()
+    monkeypatch.setattr(worlds, "EMOJI_DETECTOR", detector)
+    with pytest.raises(ConfigError, match=r"expected shapes:COUNT or shapes:COUNT:SEED") as refused:
+        without_prompts(Flags(), "animals:7")
+    assert said in str(refused.value)
+
+
 @pytest.mark.usefixtures("with_detector")
 def test_prompt_sets_are_of_the_world_that_is_named() -> None:
     for name in WORLDS:

@@ -11,6 +11,7 @@ from diffusion_runtime.serving.dispatcher import Dispatcher
 from diffusion_runtime.serving.engine_process import LocalEngines
 from diffusion_runtime.serving.engines import batch_size
 from diffusion_runtime.serving.files import ResultFiles
+from diffusion_runtime.serving.job_objects import job_object
 from diffusion_runtime.serving.jobs import VIDEO, Job, Jobs, new_id
 from diffusion_runtime.serving.metrics import Metrics
 from diffusion_runtime.serving.queueing import WaitingJob, next_batch, refuse, seconds_until_place
@@ -86,4 +87,28 @@ def test_a_job_waits_by_a_clock_that_nobody_sets(tmp_path: Path) -> None:
     assert asyncio.run(status_after_a_look()) == "queued"
     dispatcher.live(job.id).since -= 61.0
     assert asyncio.run(status_after_a_look()) == "failed"
+    jobs.close()
+
+
+def test_a_job_that_waits_has_no_progress(tmp_path: Path) -> None:
+    """Also where its row was read before the engine began, as in the answer that accepts it, and after its engine was
+    lost; what it had reached counts again once it runs."""
+    settings = ServerSettings(storage=tmp_path, name="shapes")
+    jobs = Jobs(tmp_path / "jobs.sqlite3")
+    dispatcher = Dispatcher(settings, LocalEngines(), {}, jobs, ResultFiles(tmp_path), Metrics())
+    work = {"requests": [{"prompt": "a"}], "key": "", "model": "shapes", "options": {}, "attention": None}
+    accepted = jobs.add(
+        Job(id=new_id(VIDEO), kind=VIDEO, created=time.time(), work={**work, "loras": [], "preset": ""})
+    )
+    jobs.begin([accepted.id])
+    dispatcher.live(accepted.id).advance("denoise", 1, 4)
+
+    def seen(job: Job | None) -> tuple[object, ...]:
+        assert job is not None
+        return tuple(job_object(job, dispatcher)[name] for name in ("status", "progress", "stage", "step"))
+
+    assert seen(accepted) == ("queued", 0, None, None)
+    assert seen(jobs.get(accepted.id)) == ("in_progress", 24, "denoise", 1)
+    jobs.requeue(accepted.id, is_loss=True)
+    assert seen(jobs.get(accepted.id)) == ("queued", 0, None, None)
     jobs.close()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import TINY_SIZES
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.generation import participants
+from diffusion_runtime.kernels import implementation
 from diffusion_runtime.kernels.implementation import VARIABLE
+from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.startup import first_use
 
 
@@ -48,18 +52,26 @@ def test_what_triton_compiles_is_counted_and_what_it_finds_on_disk_is_not(compil
     assert heard == [fresh, hit]
 
 
-def test_a_generation_says_what_is_not_compiled(tiny_wan_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own alone: another model of the process may have narrow layers."""
-    monkeypatch.setattr(first_use, "_left_out", Counter())
-    pipeline = load_pipeline(str(tiny_wan_folder), device="cpu")
-    request = GenerationRequest(prompt="a star", **TINY_SIZES, num_inference_steps=2, seed=1)
-    first_use.leave_out("fused kernels: not compiled")
-    remark = lambda *_: first_use.leave_out("fused kernels: not compiled")  # noqa: E731
-    handle = pipeline.transformer.register_forward_pre_hook(remark)  # type: ignore[attr-defined]
-    first = pipeline(request)
-    handle.remove()
-    counts = [each.attention_report.notes.count("fused kernels: not compiled") for each in (first, pipeline(request))]
-    assert counts == [1, 0]
+def test_a_generation_says_that_its_narrow_layers_compile_nothing(
+    tiny_wan_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever calls it has: passes that are replayed have none."""
+    monkeypatch.setattr(implementation, "is_interpreted", False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    parts = load_pipeline(str(tiny_wan_folder), device="cpu").parts  # type: ignore[union-attr]
+
+    def said(device: str, **changes: Any) -> bool:
+        recorder = AttentionRecorder()
+        dataclasses.replace(parts, **changes).participants(torch.device(device)).finish(recorder)
+        return any(note.startswith("fused kernels: eager") for note in recorder.report().notes)
+
+    monkeypatch.setattr(participants, "shortage_remark", lambda _: None)
+    assert (said("cuda"), said("cpu")) == (True, False)
+    monkeypatch.setattr(implementation, "NARROW", 1)
+    assert not said("cuda")
+    monkeypatch.setattr(implementation, "NARROW", 256)
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert not said("cuda")
 
 
 def test_a_generation_reports_what_was_compiled_for_it_and_the_first_one_what_loading_took(

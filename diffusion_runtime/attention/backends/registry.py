@@ -13,7 +13,7 @@ from typing import TypeVar
 from diffusion_runtime.attention.backends.capability import FEATURES
 from diffusion_runtime.attention.backends.interface import Backend
 from diffusion_runtime.core.spellings import Spelling, resolve, table_of
-from diffusion_runtime.errors import ConfigError, nearest, shown
+from diffusion_runtime.errors import ConfigError, did_you_mean, nearest, shown
 from diffusion_runtime.startup.importing import raised_line
 
 # Names may be known here before this version has the backend: choosing it then fails with that reason.
@@ -152,9 +152,8 @@ def canonical_name(name: str) -> str:
         )
     known = {*KNOWN_NAMES, *_OWN_MODULES, *_backends}
     spellings = {spelling for spelling, row in table_of("backend").items() if row.means}
-    hint = nearest(spelled, {*known, *_aliases, *spellings})
     # Without a name that is like it, ours are listed, and not every spelling of theirs.
-    hint = hint if "Did you mean" in hint else nearest(spelled, known)
+    hint = did_you_mean(spelled, {*known, *_aliases, *spellings}) or nearest(spelled, known)
     raise ConfigError(f"unknown attention backend {shown(name)}.{hint}")
 
 

@@ -35,7 +35,7 @@ from diffusion_runtime.layers.reference_tokens import with_references
 from diffusion_runtime.layers.token_runs import TokenRun, embedding_by_run, modulated_by_run, token_runs
 from diffusion_runtime.memory.waiting_weights import held_weights
 from diffusion_runtime.models.interface import DenoiserInputs, DiffusionTransformer
-from diffusion_runtime.models.ltx2.block import LTX2Block, Perturbation, StreamInputs, Text
+from diffusion_runtime.models.ltx2.block import AUDIO_CROSS_ROLE, LTX2Block, Perturbation, StreamInputs, Text
 from diffusion_runtime.models.ltx2.conditioned_latents import ConditionedLatents
 from diffusion_runtime.models.ltx2.config import LTX2Config, StreamConfig
 from diffusion_runtime.models.ltx2.geometry import LTX2Geometry
@@ -126,6 +126,10 @@ class LTX2Transformer(DiffusionTransformer):
         # Added to the tokens of single frames: of the first latent, and of keyframes that are made beside the video.
         self.keyframe_marker = nn.Parameter(torch.zeros(1, config.video.dim)) if config.marks_keyframes else None
         self.blocks = nn.ModuleList(LTX2Block(config, index, policy) for index in range(config.num_layers))
+
+    @property
+    def text_roles(self) -> frozenset[str]:
+        return super().text_roles | {AUDIO_CROSS_ROLE}
 
     @property
     def num_blocks(self) -> int:

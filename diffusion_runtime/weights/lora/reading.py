@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_runtime.errors import ConfigError, ModelLoadError, nearest, shown, shown_name
+from diffusion_runtime.errors import ConfigError, ModelLoadError, did_you_mean, shown, shown_name
 from diffusion_runtime.layers.weight_range import unusable_numbers
 from diffusion_runtime.untrusted.files import shown_path
 from diffusion_runtime.weights.cached_folder import snapshot_in
@@ -150,8 +150,7 @@ def lora_file(given: str, key: str) -> Path:
     """The safetensors file behind what `read_lora_file` is given. Raises ConfigError."""
     path = lora_path(given, key)
     if not os.path.lexists(path):
-        close = nearest(given, SHIPPED_LORAS)
-        how = close if "Did you mean" in close else f" {_HOW_TO_GIVE}" if key == "lora.path" else ""
+        how = did_you_mean(given, SHIPPED_LORAS) or (f" {_HOW_TO_GIVE}" if key == "lora.path" else "")
         raise ModelLoadError(f"{key}: {shown_path(given)}: no such file.{how}")
     if not path.is_dir():
         return path
