@@ -31,7 +31,7 @@ def never() -> Any:
 
 
 @pytest.mark.parametrize(
-    "more, told", [(("--seconds", "0"), "give it more --seconds"), (("--summarise",), "without --summarise")]
+    ("more", "told"), [(("--seconds", "0"), "give it more --seconds"), (("--summarise",), "without --summarise")]
 )
 def test_a_run_without_a_pair_says_so(tmp_path: Path, more: tuple[str, ...], told: str) -> None:
     """In its document and by its exit code."""
