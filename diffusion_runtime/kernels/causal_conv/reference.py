@@ -24,19 +24,10 @@ def channels_first_input(x: torch.Tensor, history: torch.Tensor, norm: NormSilu 
         gamma = norm.gamma.view(-1, 1, 1, 1)
         normalized = F.normalize(x.float() if x.dtype in _HALF else x, dim=1).to(x.dtype)
         # The sum turns -0 into 0, as the norm's absent bias does in diffusers.
-        x = F.silu((normalized.mul_(norm.scale) * gamma).add_(0.0), inplace=True)
-    # As cat and pad, of which each writes all of it once more.
-    batch, channels, frames, height, width = x.shape
-    padded = x.new_empty(batch, channels, 2 + frames, height + 2 * padding, width + 2 * padding)
-    if padding > 0:
-        for edge in (slice(None, padding), slice(-padding, None)):
-            padded[..., edge] = 0.0
-            padded[..., edge, :] = 0.0
-    window = padded[..., padding : padding + height, padding : padding + width]
-    window[:, :, :2] = history
-    window[:, :, 2:] = x
+        x = F.silu(normalized * norm.scale * gamma + 0.0)
+    window = torch.cat([history, x], dim=2)
     history.copy_(window[:, :, -2:])
-    return padded
+    return F.pad(window, (padding,) * 4)
 
 
 def add_bias_residual(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
