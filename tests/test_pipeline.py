@@ -435,6 +435,9 @@ def test_frames_that_are_not_numbers_are_an_error(pipeline: Pipeline, tmp_path: 
         def for_request(self, _: GenerationRequest) -> Any:
             return self
 
+        def recording(self, _: object) -> Any:
+            return self
+
         def stream(self, latents: torch.Tensor) -> FrameStream:
             frames = torch.full((1, 2, 8, 8, 3), 0.5)
             last = frames.clone()

@@ -140,10 +140,10 @@ def _build(model: Model[Any, Any], degree: int) -> None:
     model.shared_by(mesh.tensor).build_transformer(AttentionPolicy(environment=None, mesh=mesh))
 
 
-# Norms of queries and keys over all heads; of each head, in joint and single streams, in one stream, and with a gate.
-SHARED = ("wan", "flux1", "flux2", "hunyuan_video_15", "krea2")
+# Norms of queries and keys over all heads, and of each head with a gate.
+SHARED = ("wan", "krea2")
 OF_3_HEADS = ("flux2",)
-SHARED_TOO = ("anima", "flux3", "ltx2", "minimax_h3", "qwen_image_21")
+SHARED_TOO = ("anima", "flux1", "flux2", "flux3", "hunyuan_video_15", "ltx2", "minimax_h3", "qwen_image_21")
 
 
 def check_shared(folder: Path, num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
