@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 # Run as a script too, whose path has its own folder alone.
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.scaling_gpu import plan, predicted  # noqa: E402
 from benchmarks.scaling_model import (  # noqa: E402
     Constants,
     Degrees,
@@ -24,6 +23,7 @@ from benchmarks.scaling_model import (  # noqa: E402
     programs,
     results_of,
 )
+from benchmarks.scaling_rows import plan, predicted  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 START, END = "<!-- scaling: scripts/write_scaling_tables.py -->\n", "<!-- end of the scaling -->\n"

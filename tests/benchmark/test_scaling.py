@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import scaling_gpu
-from benchmarks.scaling_gpu import Row, plan, predicted, shown, teams
+from benchmarks import scaling_gpu, scaling_processes, scaling_rows
+from benchmarks.scaling_gpu import shown, teams
 from benchmarks.scaling_model import Degrees, fit, measured_rows, models, predict, programs
+from benchmarks.scaling_rows import Row, plan, predicted
 
 ROOT = Path(__file__).parents[2]
 MOST_OFF = 0.1
@@ -81,6 +82,7 @@ class _ScriptedTeam:
     """Ranks that end as `script` says: by row, a reason to fail, or none. Rows without an entry have a figure."""
 
     script: ClassVar[dict[str, str]] = {}
+    wrong: ClassVar[set[str]] = set()
     begins = True
     teams: ClassVar[list[list[str]]] = []
 
@@ -92,8 +94,8 @@ class _ScriptedTeam:
         assert seconds > 0
         self.has_begun = self.begins
         if row.name in self.script:
-            raise scaling_gpu._Failed(self.script[row.name])
-        return {"ms": 1.0}
+            raise scaling_processes.Failed(self.script[row.name])
+        return {"ms": 1.0, **({"reason": "WRONG: ..."} if row.name in self.wrong else {})}
 
     def end(self, seconds: float = 0.0) -> None: ...
 
@@ -103,7 +105,7 @@ def _run(
 ) -> list[dict[str, Any]]:
     for name, value in {"script": {}, "begins": True, "teams": [], **script}.items():
         monkeypatch.setattr(_ScriptedTeam, name, value)
-    monkeypatch.setattr(scaling_gpu, "_Team", _ScriptedTeam)
+    monkeypatch.setattr(scaling_gpu, "Team", _ScriptedTeam)
     arguments = argparse.Namespace(seconds=seconds, row_factor=1.0, small=True)
     document = scaling_gpu._Document(path, {"rows": []}, fit(), True)
     scaling_gpu.run_all(rows, arguments, document)
@@ -123,6 +125,18 @@ def test_a_row_that_fails_is_kept_and_the_next_begins_with_fresh_ranks(
     assert _ScriptedTeam.teams == [["a", "b", "c"], ["c"]]
 
 
+def test_rows_that_are_wrong_end_the_run_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--plan", "two", "--device", "cpu", "--small", "--output", str(path)])
+    monkeypatch.setattr(scaling_gpu, "plan", lambda _: _rows("a", "b", "c"))
+    monkeypatch.setattr(scaling_gpu, "Team", _ScriptedTeam)
+    monkeypatch.setattr(_ScriptedTeam, "script", {"c": "out of memory"})
+    monkeypatch.setattr(_ScriptedTeam, "wrong", {"b"})
+    with pytest.raises(SystemExit, match=r"than one GPU is: b$"):
+        scaling_gpu.main()
+    assert len(json.loads(path.read_text())["rows"]) == 3
+
+
 def test_ranks_that_do_not_begin_are_started_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = _run(_rows("a", "b", "c"), tmp_path / "x.json", monkeypatch, script={"a": "no module"}, begins=False)
     assert len(_ScriptedTeam.teams) == 2
@@ -137,10 +151,10 @@ def test_what_no_time_was_left_for_is_listed(tmp_path: Path, monkeypatch: pytest
 
 def test_a_program_that_fails_says_why() -> None:
     row = Row("x", "program", 2, arguments=("json.tool", "/nowhere/at/all"))
-    found = scaling_gpu.run_program(row, 60.0, argparse.Namespace(small=False))
+    found = scaling_processes.run_program(row, 60.0, argparse.Namespace(small=False))
     assert "/nowhere/at/all" in found["reason"]
     row = Row("x", "program", 2, arguments=("http.server", "0"))
-    assert "took more than 1 s" in scaling_gpu.run_program(row, 1.0, argparse.Namespace(small=False))["reason"]
+    assert "took more than 1 s" in scaling_processes.run_program(row, 1.0, argparse.Namespace(small=False))["reason"]
 
 
 def _on_two_processes(program: str, *arguments: str) -> list[str]:
@@ -171,7 +185,7 @@ def _on_two_processes(program: str, *arguments: str) -> list[str]:
 
 PIPELINE = """
 import json
-from benchmarks.scaling_gpu import SMALL, SMALL_DECODERS
+from benchmarks.scaling_rows import SMALL, SMALL_DECODERS
 from diffusion_runtime import GenerationRequest, join_processes
 from diffusion_runtime.benchmark.random_pipeline import random_pipeline
 from diffusion_runtime.config import RuntimeConfig
@@ -192,7 +206,10 @@ def test_a_random_pipeline_on_two_processes_is_that_of_one() -> None:
     from diffusion_runtime.benchmark.random_pipeline import random_pipeline
     from diffusion_runtime.config import RuntimeConfig
 
-    changes = {"transformer/config.json": scaling_gpu.SMALL["wan2.1-1.3b"], **scaling_gpu.SMALL_DECODERS["wan2.1-1.3b"]}
+    changes = {
+        "transformer/config.json": scaling_rows.SMALL["wan2.1-1.3b"],
+        **scaling_rows.SMALL_DECODERS["wan2.1-1.3b"],
+    }
     alone = random_pipeline("wan2.1-1.3b", RuntimeConfig(device="cpu", dtype="float32"), lambda _: None, changes)(
         GenerationRequest("x", seed=1, height=64, width=96, num_frames=5, num_inference_steps=2)
     )
