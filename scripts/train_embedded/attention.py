@@ -5,10 +5,13 @@ diffusers writes the rotated halves into slices of an empty tensor, which costs 
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -40,3 +43,31 @@ class TrainingAttention:
             query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
         )
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+def faster_kernel(shape: tuple[int, int, int, int]) -> dict[str, float]:
+    """Leave PyTorch the faster of FlashAttention and cuDNN for forward and backward; returns milliseconds of each.
+
+    shape: [batch, heads, seq, head_dim] of self-attention; cross-attention to 64 tokens is timed with it. A kernel that
+    does not run is left out.
+    """
+    milliseconds: dict[str, float] = {}
+    query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    text = key[:, :, :64].detach().requires_grad_()
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                for turn in range(6):
+                    if turn == 2:
+                        torch.cuda.synchronize()
+                        since = time.monotonic()
+                    F.scaled_dot_product_attention(query, key, value).sum().backward()
+                    F.scaled_dot_product_attention(query, text, text).sum().backward()
+                torch.cuda.synchronize()
+        except RuntimeError:
+            continue
+        milliseconds[backend.name] = 250 * (time.monotonic() - since)
+    fastest = min(milliseconds, key=lambda name: milliseconds[name], default="FLASH_ATTENTION")
+    torch.backends.cuda.enable_flash_sdp(fastest == "FLASH_ATTENTION")
+    torch.backends.cuda.enable_cudnn_sdp(fastest == "CUDNN_ATTENTION")
+    return milliseconds

@@ -80,7 +80,8 @@ train() {   # FOLDER MINUTES [options]: both processes
 
 continued() {   # [options]: on from INIT or from what this machine trained
     train "$STATE/continued" "${MINUTES_CONTINUED:-5.8}" --init "${INIT:-$STATE/transformer/transformer.pt}" \
-        --seed 7 --peak "${PEAK_CONTINUED:-1e-3}" --end 1e-5 --late "$@"
+        --seed "${SEED_CONTINUED:-7}" --peak "${PEAK_CONTINUED:-1e-3}" --end 1e-5 --late \
+        --refresh-every "${REFRESH_EVERY:-16}" "$@"
 }
 
 export_model() {   # FOLDER
@@ -193,7 +194,7 @@ everything() {
     if [ ! -f "$kept" ]; then
         say "nothing was trained: the rest goes on from INIT"
         "$PYTHON" -c "import sys, torch, pathlib; from $here.train_transformer import initial_states
-torch.save(initial_states(pathlib.Path(sys.argv[1])), sys.argv[2])" "$INIT" "$kept"
+torch.save(initial_states(pathlib.Path(sys.argv[1])), sys.argv[2])" "${INIT:-$STATE/transformer/transformer.pt}" "$kept"
     fi
     rest
 }

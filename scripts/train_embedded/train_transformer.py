@@ -21,7 +21,7 @@ from scripts.train_embedded.architecture import (
     build_tokenizer,
     build_transformer,
 )
-from scripts.train_embedded.attention import TrainingAttention
+from scripts.train_embedded.attention import TrainingAttention, faster_kernel
 from scripts.train_embedded.auxiliary import AuxiliaryHeads, ScoreLog, fade
 from scripts.train_embedded.buckets import TOY_BUCKETS, Bucket
 from scripts.train_embedded.clip_vae import WholeClipVae, channels_last, normalise_and_activate
@@ -35,7 +35,8 @@ from scripts.train_embedded.session import Average, Clock, Log, cosine
 from scripts.train_embedded.world import CAPTION_TOKENS, SHAPES, WORLDS, World
 
 REFRESH_EVERY = 8
-"""Steps between two refreshes of one encode batch, and between two looks at the clock."""
+"""Steps between two looks at the clock; and, unless --refresh-every says otherwise, between two refreshes of one encode
+batch."""
 LOG_EVERY, TOY_LOG_EVERY = 200, 20
 
 
@@ -212,6 +213,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--muon-factor", type=float, default=2.0, help="Muon's learning rate over AdamW's")
     parser.add_argument("--end", type=float, default=2e-5)
     parser.add_argument("--late", action="store_true", help="the mixture of shapes at the end, from the start on")
+    parser.add_argument(
+        "--refresh-every", type=int, default=REFRESH_EVERY, help="steps between two batches of new clips in the pools"
+    )
     parser.add_argument("--keep-auxiliary", action="store_true", help="do not fade the auxiliary losses: more follows")
     parser.add_argument("--toy", action="store_true", help="tiny clips, for a dry run on a CPU")
     return parser.parse_args()
@@ -252,6 +256,7 @@ def train(
             progress = ranks.agree(clock.progress)
             if progress >= 1.0:
                 break
+        if step % arguments.refresh_every == 0:
             pool.refresh(bucket.encode_batch)
         rate = cosine(progress, arguments.peak, arguments.end)
         loss = training.step(bucket, pool, rate, 1.0 if arguments.keep_auxiliary else fade(progress))
@@ -296,6 +301,8 @@ def main() -> None:
         ranks, arguments.seed, arguments.init, arguments.optimizer, arguments.muon_factor, world
     )
     buckets = TOY_BUCKETS if arguments.toy else world.buckets
+    if ranks.device == "cuda":
+        log.write(event="attention", ms=faster_kernel((buckets[0].batch, world.sizes.num_heads, 2048, 64)))
     encode = load_encoder(arguments.vae, ranks.device, world)
     pools = make_pools(buckets, encode, ranks.device, ranks.seed(arguments.seed + 1), world)
     fill(buckets, pools, log)

@@ -28,13 +28,17 @@ from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
 from diffusion_runtime.quality.tensor_rows import TensorRows
 
 MAX_OBJECTS = 2
-RADIUS_ONE = ((0.22, 0.26), (0.33, 0.41), (0.49, 0.56))
-RADIUS_TWO = ((0.20, 0.24), (0.30, 0.36), (0.42, 0.45))
+GRID = 0.0625
+"""Things lie on a grid of 8 pixels of 256, their sides are whole multiples of it, and what moves does so by 4 pixels
+a frame of 29, 16 a latent (half of that where there are two): a model sees each thing in a few positions within its
+latents and tokens, not in all."""
+RADIUS_ONE = (0.25, 0.375, 0.5)
+RADIUS_TWO = (0.25, 0.375, 0.4375)
 """Half the side of the square that a picture fills, per SIZE_NAMES."""
 SIZE_WEIGHTS = (0.22, 0.54, 0.24)
 TIME_WEIGHTS = (0.5, 0.22, 0.28)
-TRAVEL_ONE, TRAVEL_TWO = (0.7, 1.0), (0.55, 0.85)
-HOP_RANGE = (0.35, 0.55)
+TRAVEL_ONE, TRAVEL_TWO = 0.875, 0.4375
+HOP = 0.3125
 SMALLEST_GROWTH = 0.4
 """Of the final radius, in the first frame of `growing`."""
 FRAME_MARGIN = 0.03
@@ -139,10 +143,9 @@ def sample_scenes(count: int, generator: torch.Generator, settings: SceneSetting
     thing, motion = _sample_pairs(scene, generator, settings)
     sizes = _constant(SIZE_WEIGHTS, str(device))
     size = torch.multinomial(sizes, 2 * drawn, replacement=True, generator=generator).view(drawn, 2)
-    ranges = torch.where(
-        two[:, None, None], _constant(RADIUS_TWO, str(device))[size], _constant(RADIUS_ONE, str(device))[size]
+    radius = torch.where(
+        two[:, None], _constant(RADIUS_TWO, str(device))[size], _constant(RADIUS_ONE, str(device))[size]
     )
-    radius = ranges[..., 0] + (ranges[..., 1] - ranges[..., 0]) * uniform(drawn, 2)
     start, travel, valid = _sample_placement(motion, radius, scene, two, generator)
     facing = _constant(_FACING, str(device))[thing]
     mirrored = ((motion == RIGHT) & (facing == -1)) | ((motion == LEFT) & (facing == 1))
@@ -158,7 +161,7 @@ def sample_scenes(count: int, generator: torch.Generator, settings: SceneSetting
         start=start,
         travel=travel,
         mirrored=mirrored,
-        window=uniform(drawn),
+        window=(uniform(drawn) * (4 / GRID)).floor() * (GRID / 4),
         light=uniform(drawn, low=0.95, high=1.05),
     )
     return batch.select(_keep(valid, two, count, settings.two_object_fraction))
@@ -217,19 +220,12 @@ def _sample_placement(
     device, count = motion.device, motion.shape[0]
     shape = (count, NUM_CANDIDATES, MAX_OBJECTS)
 
-    def uniform() -> Tensor:
-        return torch.rand(shape, generator=generator, device=device)
-
     motion, radius, scene = motion[:, None], radius[:, None], scene[:, None, None]
-    ranges = torch.where(two[:, None], _constant(TRAVEL_TWO, str(device)), _constant(TRAVEL_ONE, str(device)))[
-        :, None, None
-    ]
-    distance = ranges[..., 0] + (ranges[..., 1] - ranges[..., 0]) * uniform()
     room = 1.0 - FRAME_MARGIN - radius
-    distance = torch.minimum(distance, 2 * room)
     directions = _constant(MOTION_DIRECTIONS, str(device)).float()[motion]
-    travel = directions * distance[..., None]
-    hop = torch.minimum(HOP_RANGE[0] + (HOP_RANGE[1] - HOP_RANGE[0]) * uniform(), 2 * room)
+    distance = torch.where(two, TRAVEL_TWO, TRAVEL_ONE)[:, None, None, None]
+    travel = (directions * distance).expand(*shape, 2)
+    hop = torch.full(shape, HOP, device=device)
     bouncing = (motion == BOUNCING).expand(shape)
     travel = torch.where(bouncing[..., None], torch.stack([torch.zeros_like(hop), -hop], dim=-1), travel)
     low = -room[..., None] - travel.clamp(max=0.0)
@@ -245,7 +241,8 @@ def _sample_placement(
     low = torch.stack([low[..., 0], torch.minimum(vertical_low, high[..., 1])], dim=-1)
     high = torch.stack([high[..., 0], torch.maximum(vertical_high, low[..., 1])], dim=-1)
     place = torch.rand((*shape, 2), generator=generator, device=device)
-    start = low + (high - low).clamp(min=0.0) * place
+    first, last = (low / GRID - 1e-4).ceil(), (high / GRID + 1e-4).floor()
+    start = GRID * (first + ((last - first + 1).clamp(min=1.0) * place).floor())
     clear = _clearance(start, travel, motion.expand(shape), radius)
     rows = torch.arange(count, device=device)
     # The first candidate is used for one thing: a preference for distance would move it to the sides.
