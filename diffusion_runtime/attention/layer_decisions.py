@@ -288,26 +288,32 @@ class LayerDecisions:
 
 class MeasuredPasses:
     """Passes of a request that may measure the error of a rounded backend in some layer (attention/measured_error.py):
-    the first ones that it serves, known without looking at a tensor. layers: of the transformer."""
+    the first ones of each choice that names one, known without looking at a tensor. layers: of the transformer, with
+    what they decide by; leaves_out: whether a step leaves out blocks, which are measured in a later one."""
 
-    def __init__(self, layers: Iterable[LayerDecisions]) -> None:
+    def __init__(
+        self, layers: Iterable[tuple[LayerInfo, AttentionPolicy]], leaves_out: Callable[[StepInfo], bool]
+    ) -> None:
         self._layers = tuple(layers)
+        self._leaves_out = leaves_out
         self._seen: set[Hashable] = set()
 
     def __call__(self, step: StepInfo, branches: Sequence[str]) -> bool:
         """Return whether those of a step that compute these guidance branches do. Called once for them."""
-        scope = step.expert, step.window, step.chunk, step.phase, *branches
-        roundings = [(layer, _rounding_at(layer, step)) for layer in self._layers]
-        found = {(scope, id(layer), rounding.backend) for layer, rounding in roundings if rounding is not None}
-        is_due = not found <= self._seen
-        self._seen |= found
-        return is_due
+        scope = step.expert, step.chunk, step.phase, self._leaves_out(step), current_force(), *branches
+        found = {(scope, layer, policy.rules_now(layer, step)): (layer, policy) for layer, policy in self._layers}
+        new = found.keys() - self._seen
+        self._seen |= new
+        return any(_may_round(*found[key], step) for key in new)
 
 
-def _rounding_at(layer: LayerDecisions, step: StepInfo) -> Rounding | None:
-    policy = layer.policy
-    hardware = policy.hardware_of(policy.torch_device)
-    return rounding_of(layer.resolved_at(step, None), dtype_name(policy.dtype), hardware)
+def _may_round(layer: LayerInfo, policy: AttentionPolicy, step: StepInfo) -> bool:
+    """Return whether a choice for a step, or for a prefix that is computed in it, names a backend that declares an
+    error bound here. Which backend of a list serves a call depends on its padding and masks too."""
+    held = {policy.rules_now(layer, step), *policy.held_in_commits(layer)}
+    choices = [each for rules in held for each in policy.levels(rules, current_force()).choices(layer.role)]
+    named = [find_backend(name) for choice in choices for name in choice.spec.candidates]
+    return any(each is not None and each.error_bound_on(policy.hardware) is not None for each in named)
 
 
 def _step_keys(resolved: Resolved, layer: LayerInfo, step: StepInfo) -> Iterator[Hashable]:

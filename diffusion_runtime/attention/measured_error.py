@@ -1,8 +1,9 @@
 """Measured error: rounded attention on a model's own q, k and v, compared with exact attention before it is relied on.
 
 A backend that gives up precision declares its error on normally distributed inputs (`Backend.error_bound`). A model's
-may have outliers, or queries of which few keys count, so of each layer's first call in a request a few rows are
-computed again in float32. Beyond the bound the generation ends there; the report has the largest error of each role.
+may have outliers, or queries of which few keys count, so of each layer's first call in a request, by each choice
+and in each phase, a few rows are computed again in float32. Beyond the bound the generation ends there; the report has
+the largest error of each role.
 
 Computed are 64 queries of 4 pairs of a sample and a head, with all of their keys. For 75,600 keys of head size 128 and
 24 heads that is 10e9 operations, where the call has 70e12, in 0.2 GB, where the call had 0.9 of codes, which it has
@@ -16,7 +17,7 @@ whose state has no such mark runs its first pass without it (attention/fixed_sta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from diffusion_runtime.attention.backends.reference import reference_attention
 from diffusion_runtime.attention.context import AttentionContext
 from diffusion_runtime.core.device_guard import device_guard, must_not_wait
 from diffusion_runtime.core.hardware import Hardware
-from diffusion_runtime.core.step_info import LayerInfo
+from diffusion_runtime.core.step_info import LayerInfo, StepInfo
 from diffusion_runtime.errors import BackendInaccurateError
 from diffusion_runtime.parallel.collectives import RankGroup, all_gather
 
@@ -43,11 +44,12 @@ _NUM_PAIRS, _NUM_ROWS = 4, 64
 
 class Rounding(NamedTuple):
     """The error that a decision allows. backend: who declares it; bound: what is allowed; of_dense_calls: whether it
-    computes those calls of a sparse method alone that keep every key."""
+    computes those calls of a sparse method alone that keep every key; options: of the backend, as text."""
 
     backend: str
     bound: float
     of_dense_calls: bool
+    options: str
 
 
 def allowed_error(backend: Backend, dtype: str, hardware: Hardware) -> float:
@@ -66,7 +68,7 @@ def rounding_of(resolved: Resolved, dtype: str, hardware: Hardware) -> Rounding 
             # Of a third party's backend, the options may be of any class.
             accepted: float | None = getattr(options, "max_error", None)
             bound = allowed_error(backend, dtype, hardware) if accepted is None else accepted
-            return Rounding(backend.name, bound, of_dense_calls)
+            return Rounding(backend.name, bound, of_dense_calls, repr(options))
     return None
 
 
@@ -90,7 +92,10 @@ class ErrorSample:
     ) -> ErrorSample | None:
         """Return the sample of a call whose queries are like q; None where it is exact by design, where its layer was
         measured, and within a capture."""
-        if rounding is None or context.state.of_layer(layer, context.step).find(_mark(rounding)) or must_not_wait(q):
+        if rounding is None:
+            return None
+        mark = _mark(rounding, layer, context.step)
+        if context.state.of_layer(layer, context.step).find(mark) or must_not_wait(q):
             return None
         return cls(rounding, layer, context)
 
@@ -112,7 +117,8 @@ class ErrorSample:
         if error is not None and not error <= rounding.bound:
             raise BackendInaccurateError(self._message(error), [(rounding.backend, f"its error is {error:.2g}")])
         # Also where nothing was measured: a sparse call that is asked again would wait for the device at every step.
-        context.state.of_layer(self._layer, context.step).put(_mark(rounding), True)
+        mark = _mark(rounding, self._layer, context.step)
+        context.state.of_layer(self._layer, context.step).put(mark, True)
         if error is not None:
             context.recorder.record_error(
                 self._layer, context.step, backend=rounding.backend, error=error, bound=rounding.bound
@@ -129,7 +135,7 @@ class ErrorSample:
         return max(errors, default=None)
 
     def _message(self, error: float) -> str:
-        layer, (name, bound, _) = self._layer, self._rounding
+        layer, (name, bound, *_) = self._layer, self._rounding
         where = f"layer {layer.index}" + (f" ({layer.name})" if layer.name else "")
         found = f"its relative error is {error:.2g} on this model's q, k and v, {bound:g} allowed"
         flags = f"--attention-config.per_role.{layer.role}"
@@ -141,8 +147,9 @@ class ErrorSample:
         )
 
 
-def _mark(rounding: Rounding) -> tuple[str, str]:
-    return "measured error", rounding.backend
+def _mark(rounding: Rounding, layer: LayerInfo, step: StepInfo) -> Hashable:
+    # Layers of one index and role share a scope, and a prefix is computed before the first step, by some of them.
+    return "measured error", *rounding, layer.name, step.phase
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from diffusion_runtime.denoising.chunk_samplers import (
 from diffusion_runtime.denoising.chunks import Chunk, ChunkPlan, guided_frames, is_rolling, window_of
 from diffusion_runtime.denoising.cuda_graphs.forward_graphs import GraphedForward
 from diffusion_runtime.denoising.dmd import DmdSampler
-from diffusion_runtime.denoising.interface import OnStep, Sampler
+from diffusion_runtime.denoising.interface import OnStep, Predict, Sampler
 from diffusion_runtime.denoising.noise import ChunkNoise
 from diffusion_runtime.denoising.prompt_times import chunk_at, first_frame
 from diffusion_runtime.denoising.rolling_window import RollingWindowSampler
@@ -285,9 +285,7 @@ class _FrameForward:
         self._switched_at: int | None = None
         self._bytes_while_guided = 0
         self._saturated_while_guided = 0
-        self._guided = denoiser.guided(
-            denoiser.predict_of(self._transformer_pass, self._inputs, self._context), self._inputs["cond"]
-        )
+        self._guided = self._of_prompt()
 
     @property
     def oldest_frame(self) -> int:
@@ -346,6 +344,12 @@ class _FrameForward:
         settings = self._denoiser.settings
         self._inputs.update(self._denoiser.inputs_of(text, settings.size, settings.shared))
         self._switched_at = switched_at
+        self._guided = self._of_prompt()
+
+    def _of_prompt(self) -> Predict:
+        """Return the guided prediction of a prompt, which knows what was measured since it was given."""
+        denoiser, inputs = self._denoiser, self._inputs
+        return denoiser.guided(denoiser.predict_of(self._transformer_pass, inputs, self._context), inputs["cond"])
 
     def __call__(self, latents: torch.Tensor, frames: range, step: StepInfo) -> torch.Tensor:
         """Run a pass over frames. A commit runs every expert that denoises later chunks, as each has a cache of its

@@ -309,8 +309,11 @@ class LatentDenoiser:
     def guided(self, predict: Predict, inputs: DenoiserInputs, wrappers: Sequence[BranchWrapper] = ()) -> Predict:
         """Return the guidance of these settings around a prediction that reads `step.branch`, which the report names.
         inputs: of the conditional branch; wrappers: see with_guidance."""
-        measures = MeasuredPasses(layer.decisions for layer in self.transformer.attention_layers())
-        guidance, branches = self.settings.guidance, BranchExchange.of(self.mesh, measures)
+        guidance, layers = self.settings.guidance, self.transformer.attention_layers()
+        leaves_out = guidance.skip.is_active if guidance.skip else lambda _: False
+        branches = BranchExchange.of(
+            self.mesh, MeasuredPasses(((each.layer, each.policy) for each in layers), leaves_out)
+        )
         if guidance.note is not None:
             self.recorder.note(guidance.note)
         steps = guidance.steps

@@ -234,9 +234,9 @@ def agreed_refusal(group: RankGroup, reason: str | None, device: torch.device | 
 
 @contextlib.contextmanager
 def inaccurate_alike(group: RankGroup, device: torch.device) -> Iterator[None]:
-    """Context manager: where the attention of one member is too inaccurate for a model, all members end with the
-    message of the first of them, as they would otherwise wait for it. A collective call at its end, which waits for the
-    device.
+    """Context manager: where the attention of one member is too inaccurate for a model, all members end with message
+    and reasons of the first of them, as they would otherwise wait for it. A collective call at its end, which waits for
+    the device.
 
     Raises BackendInaccurateError.
     """
@@ -245,10 +245,12 @@ def inaccurate_alike(group: RankGroup, device: torch.device) -> Iterator[None]:
         yield
     except BackendInaccurateError as error:
         own = error
-    found = reasons_of(group, None if own is None else str(own), device)
-    first = next(filter(None, found), None)
+    written = None if own is None else "\n".join(map("\t".join, own.reasons)) + f"\n\n{own}"
+    first = next(filter(None, reasons_of(group, written, device)), None)
     if first is not None:
-        raise BackendInaccurateError(first, () if own is None else own.reasons) from own
+        reasons, _, message = first.partition("\n\n")
+        pairs = (line.partition("\t") for line in reasons.splitlines())
+        raise BackendInaccurateError(message, [(name, reason) for name, _, reason in pairs]) from own
 
 
 def _read(padded: bytes) -> str | None:

@@ -284,8 +284,7 @@ class _StepTally:
 class _ErrorTally:
     """The errors of one row while they are being collected."""
 
-    def __init__(self, bound: float) -> None:
-        self.bound = bound
+    def __init__(self) -> None:
         self.by_layer: dict[int, float] = {}
         self.steps: set[int] = set()
 
@@ -311,7 +310,7 @@ class AttentionRecorder:
         self._libraries: list[LibraryAttention] = []
         self._notes: dict[str, None] = {}
         self._products: dict[str, int] = {}
-        self._errors: dict[tuple[str, str], _ErrorTally] = {}
+        self._errors: dict[tuple[str, str, float], _ErrorTally] = {}
         self._graphs: GraphReplays | None = None
         self._decoder_graphs: GraphReplays | None = None
         self._tape: CallTape | None = None
@@ -408,14 +407,14 @@ class AttentionRecorder:
 
     def record_error(self, layer: LayerInfo, step: StepInfo, *, backend: str, error: float, bound: float) -> None:
         """Record the measured error of a rounded backend in one call. It is of these inputs, so no replay counts it."""
-        tally = self._errors.setdefault((layer.role, backend), _ErrorTally(bound))
+        tally = self._errors.setdefault((layer.role, backend, bound), _ErrorTally())
         tally.by_layer[layer.index] = max(error, tally.by_layer.get(layer.index, 0.0))
         tally.steps.add(step.index)
 
     def record_errors_of(self, other: AttentionRecorder) -> None:
         """Take over the measured errors of layers that run at no step, as a decoder's."""
         for key, found in other._errors.items():
-            tally = self._errors.setdefault(key, _ErrorTally(found.bound))
+            tally = self._errors.setdefault(key, _ErrorTally())
             for layer, error in found.by_layer.items():
                 tally.by_layer[layer] = max(error, tally.by_layer.get(layer, 0.0))
 
@@ -475,7 +474,7 @@ class AttentionRecorder:
             )
             for (branch, expert), tally in sorted(self._steps.items(), key=lambda item: item[0][::-1])
         ]
-        errors = tuple(_error_row(role, backend, tally) for (role, backend), tally in self._errors.items())
+        errors = tuple(_error_row(*key, tally) for key, tally in self._errors.items())
         products = tuple(ProductRow(implementation, count) for implementation, count in self._products.items())
         return AttentionReport(
             rows=tuple(rows),
@@ -492,9 +491,9 @@ class AttentionRecorder:
         )
 
 
-def _error_row(role: str, backend: str, tally: _ErrorTally) -> ErrorRow:
+def _error_row(role: str, backend: str, bound: float, tally: _ErrorTally) -> ErrorRow:
     layer, error = max(tally.by_layer.items(), key=lambda item: item[1])
-    return ErrorRow(role, backend, error, tally.bound, layer, index_ranges(tally.by_layer), index_ranges(tally.steps))
+    return ErrorRow(role, backend, error, bound, layer, index_ranges(tally.by_layer), index_ranges(tally.steps))
 
 
 def index_ranges(numbers: Iterable[int]) -> str:

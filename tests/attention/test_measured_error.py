@@ -37,6 +37,7 @@ from diffusion_runtime.attention import (
 )
 from diffusion_runtime.attention.backends.interface import RoundedOptions
 from diffusion_runtime.attention.backends.reference import reference_attention, visible_keys
+from diffusion_runtime.attention.layer_decisions import MeasuredPasses
 from diffusion_runtime.attention.measured_error import sampled_squares
 from diffusion_runtime.core.hardware import Hardware
 from diffusion_runtime.denoising.cuda_graphs.captured_forward import ForwardPass
@@ -83,13 +84,25 @@ class Coarse(Backend):
         return AttentionResult(out * (1 + type(self).error), lse if call.return_lse else None, "coarse kernel")
 
 
+class NoPadding(Coarse):
+    """Exact, of calls without padded keys."""
+
+    name = "no_padding"
+    lossless = True
+    error_bound = None
+    error = 0.0
+    capability = Capability(features=Coarse.capability.features - {"key_padding"})
+
+
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Coarse]]:
     monkeypatch.setattr(Coarse, "error", 0.05)
     monkeypatch.setattr(Coarse, "calls", [])
     register_backend(Coarse)
+    register_backend(NoPadding)
     yield Coarse
     unregister_backend("coarse")
+    unregister_backend("no_padding")
 
 
 def layer_of(config: Any, num_heads: int = 4, head_dim: int = 16, **values: Any) -> LocalAttention:
@@ -161,6 +174,32 @@ def test_a_layer_is_measured_once_per_request_and_branch(monkeypatch: pytest.Mon
     assert len(measured) == 3
 
 
+PADDED = TokenLayout((1, 10, 18), num_suffix_tokens=20, valid_lengths=(3, 20))
+
+
+@table("layouts", [(None, None), (PADDED, PADDED), (None, PADDED)])
+def test_passes_that_may_measure_are_known_before_they_run(layouts: tuple[TokenLayout | None, ...]) -> None:
+    """By processes that run a guidance branch each, whatever the other's text: the first one by each choice, and by the
+    same after blocks were left out."""
+    config = {
+        "default": "no_padding,coarse",
+        "schedule": [{"steps": "3-5", "backend": "coarse"}, {"steps": "6", "backend": "reference", "role": "self"}],
+    }
+    layer, context = layer_of(config), AttentionContext()
+    passes = MeasuredPasses([(LAYER, layer.policy)], leaves_out=lambda step: step.index < 1)
+    due = []
+    for index in range(9):
+        step = StepInfo(index, 9)
+        due += [index] if passes(step, ("cond", "uncond")) else []
+        for branch, layout in zip(("cond", "uncond"), layouts, strict=True):
+            if index >= 1:
+                of_branch = dataclasses.replace(step, branch=branch)
+                layer(*tokens(), dataclasses.replace(context, step=of_branch, layout=layout))
+    (row,) = errors_of(context)
+    assert row["steps"] == ("3" if layouts == (None, None) else "1" if None not in layouts else "1,3")
+    assert due == [0, 1, 3, 6]
+
+
 def test_exact_choices_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("it waits for the device")
@@ -183,6 +222,34 @@ def test_nothing_is_measured_within_a_capture(monkeypatch: pytest.MonkeyPatch) -
     register_backend(Coarse)
     layer_of("coarse")(*tokens(), context)
     assert len(errors_of(context)) == 1
+
+
+def test_a_prefix_is_measured_beside_the_rest() -> None:
+    """It is computed within the first step, by the same layer or by another one of the block."""
+    policy = AttentionPolicy(config=AttentionConfig.parse("coarse"), environment=None)
+    context = AttentionContext()
+    for name, of_pass, expected in (("", context.for_prefill(), 0.05), ("", context, 0.07), ("apart", context, 0.08)):
+        Coarse.error = expected
+        LocalAttention(4, 16, layer=LayerInfo(name=name), policy=policy)(*tokens(), of_pass)
+        assert errors_of(context)[0]["error"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_pass_that_may_measure_a_prefix_alone_is_known_before_it_runs() -> None:
+    config = AttentionConfig.parse({"default": "reference", "schedule": [{"phase": "commit", "backend": "coarse"}]})
+    policy = AttentionPolicy(config=config, environment=None, has_phases=True)
+    passes = MeasuredPasses([(LAYER, policy)], leaves_out=lambda _: False)
+    assert [passes(StepInfo(index, 3), ("cond",)) for index in range(3)] == [True, False, False]
+
+
+def test_a_stricter_choice_for_a_later_step_is_measured_again() -> None:
+    schedule = [{"steps": "2-3", "backend": "coarse", "extra": {"max_error": 0.01}}]
+    loose = {"backend": "coarse", "extra": {"max_error": 0.2}}
+    layer, context = layer_of({"default": loose, "schedule": schedule}), AttentionContext()
+    for index in range(2):
+        layer(*tokens(), dataclasses.replace(context, step=StepInfo(index, 4)))
+    with pytest.raises(BackendInaccurateError, match=r"is 0\.05 on this model's q, k and v, 0\.01 allowed"):
+        layer(*tokens(), dataclasses.replace(context, step=StepInfo(2, 4)))
+    assert [(row["bound"], row["steps"]) for row in errors_of(context)] == [(0.2, "0")]
 
 
 def test_a_layer_of_a_sparse_choice_is_measured_where_its_first_call_is_dense() -> None:

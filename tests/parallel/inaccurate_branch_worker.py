@@ -15,7 +15,7 @@ from diffusion_runtime.attention import AttentionCall, AttentionResult, register
 from diffusion_runtime.errors import BackendInaccurateError
 from diffusion_runtime.parallel import collectives
 from diffusion_runtime.parallel.groups import ProcessMesh
-from tests.attention.test_measured_error import Coarse
+from tests.attention.test_measured_error import Coarse, NoPadding
 
 WORLD, NUM_STEPS = 2, 3
 
@@ -36,22 +36,32 @@ def work(rank: int, model: str, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     register_backend(OfOneBranch)
-    attention = {"per_role": {"self": "of_one_branch"}}
+    register_backend(NoPadding)
+    attention = {"per_role": {"cross": "no_padding,of_one_branch"}}
     pipeline = load_pipeline(model, device="cpu", attention=attention)
-    size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": NUM_STEPS}
-    request = GenerationRequest("a red circle", **size, guidance_scale=4.0, guidance_mode="two_pass", seed=1)
-    alone = pipeline.latents(request)
+    size = {"height": 32, "width": 32, "num_frames": 9, "num_inference_steps": NUM_STEPS}
+    size |= {"guidance_scale": 4.0, "guidance_mode": "two_pass", "seed": 1}
+
+    def requests(padded: str) -> list[GenerationRequest]:
+        """Two, with texts of two lengths in one branch: there the second backend serves."""
+        long = {branch: "a red circle and a square" if branch == padded else "a dog" for branch in ("cond", "uncond")}
+        return [
+            GenerationRequest("a dog", negative_prompt="a dog", **size),
+            GenerationRequest(long["cond"], negative_prompt=long["uncond"], **size),
+        ]
+
+    alone = pipeline.latents(requests("cond"))
     pipeline.mesh = ProcessMesh.create(branch_degree=2)
     asked: list[str | None] = []
     reasons_of = collectives.reasons_of
     collectives.reasons_of = lambda group, own, device: (asked.append(own), reasons_of(group, own, device))[1]
     lines = []
-    for wrong in ("cond", "uncond", ""):
+    for wrong, padded in (("cond", "cond"), ("uncond", "uncond"), ("", "cond")):
         OfOneBranch.wrong = wrong
         try:
-            lines.append(f"equal: {torch.equal(pipeline.latents(request), alone)}")
+            lines.append(f"equal: {torch.equal(pipeline.latents(requests(padded)), alone)}")
         except BackendInaccurateError as error:
-            lines.append(f"{wrong}: {error}")
+            lines.append(f"{wrong}: {error.reasons} {error}")
     # The last one in its first step alone.
     lines.append(f"asked: {len(asked)}")
     (folder / f"ended-{rank}.txt").write_text("\n".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from diffusion_runtime.attention.cache.window import FrameWindow
 from diffusion_runtime.attention.cached_calls import CACHED_KEYS
 from diffusion_runtime.attention.context import AttentionContext, RequestCache
 from diffusion_runtime.attention.forward_plans import ForwardPlan, PlanLimits
+from diffusion_runtime.attention.measured_error import ErrorSample
 from diffusion_runtime.cli.report_remarks import remarks_of
 from diffusion_runtime.core.kept_results import KeptResults
 from diffusion_runtime.core.step_info import StepInfo
@@ -44,6 +45,7 @@ from diffusion_runtime.models.interface import DenoiserInputs
 from diffusion_runtime.models.memory_demand import step_demand
 from diffusion_runtime.models.wan import transformer as wan_transformer
 from diffusion_runtime.models.wan.transformer import WanTransformer
+from diffusion_runtime.parallel.branches import BranchExchange
 from diffusion_runtime.profiling.calibration import calibrate
 from diffusion_runtime.request.prompt_switches import SWITCH_MODES
 from diffusion_runtime.rules.batch_settings import BatchSettings
@@ -292,6 +294,52 @@ def test_a_new_prompt_is_guided_from_the_keys_of_the_conditional_branch(pipeline
                 each.prompt("a star")
                 frames = numpy.concatenate([chunk.frames for chunk in each])
                 assert (frames == media.frames[21:]).all()
+
+
+class RoundedBackend(ReferenceBackend):
+    name = "rounded_attn"
+    lossless = False
+    error_bound = 0.1
+
+
+class OneOfTwo(BranchExchange):
+    """One process in place of two, and whether it asks the other one now."""
+
+    is_asking = False
+
+    @contextmanager
+    def ending_alike(self, step: StepInfo, branches: Sequence[str], device: torch.device) -> Iterator[None]:
+        type(self).is_asking = self.measures(step, branches)
+        yield
+
+    def exchange(self, velocity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return velocity, velocity
+
+
+def test_processes_of_two_branches_know_when_layers_are_measured_under_a_new_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the commits again of the frames in sight, too."""
+    monkeypatch.setattr(BranchExchange, "of", lambda mesh, measures: OneOfTwo(mesh.branch, measures))
+    register_backend(RoundedBackend)
+    measured, check = [], ErrorSample.check
+    try:
+        pipeline = load_pipeline(str(folder), device="cpu", attention={"per_role": {"self": "rounded_attn"}})
+
+        def checked(sample: ErrorSample, *others: Any) -> None:
+            step = sample._context.step
+            measured.append((step.phase, step.chunk, sample._layer.index))
+            assert OneOfTwo.is_asking, measured[-1]
+            check(sample, *others)
+
+        monkeypatch.setattr(ErrorSample, "check", checked)
+        values: dict[str, Any] = {"prompt_switches": ((33, "a star"),), "switch_mode": "recache"}
+        pipeline.latents(dataclasses.replace(REQUEST, guidance_scale=3.0, **values))
+    finally:
+        unregister_backend(RoundedBackend.name)
+    # The last layer attends to nothing in commits. The frames in sight are those of two chunks before.
+    of_prompt = [("denoise", 0, 0), ("denoise", 0, 1), ("commit", 0, 0)]
+    assert measured == [*of_prompt, ("commit", 1, 0), ("denoise", 3, 0), ("denoise", 3, 1)]
 
 
 def test_the_first_chunk_has_a_sampler_of_its_own(pipeline: Pipeline) -> None:
