@@ -32,6 +32,7 @@ from diffusion_runtime.core.options import parse_pairs
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.profiling.instruments import attention_choices
 from diffusion_runtime.quality.worlds import WORLDS
+from diffusion_runtime.report.attention_report import ReportRow
 
 EXACT = "torch_sdpa"
 SHAPES = WORLDS["shapes"]
@@ -58,19 +59,12 @@ class PairedRun:
 
         Raises SystemExit where another than the backend computed calls of self-attention.
         """
-        found: dict[str, Any] = {}
+        found = {}
         for name, choice in self.choices.items():
             with attention_choices(self.pipeline, choice):
                 report = self.pipeline(self.request(prompt)).attention_report
-            counts: dict[str, dict[str, int]] = {}
-            for row in report.rows:
-                of_role = counts.setdefault(row.role, {})
-                computed_by = f"{row.backend} ({row.implementation})"
-                of_role[computed_by] = of_role.get(computed_by, 0) + row.count
-            others = [str(row) for row in report.rows if row.role == "self" and row.backend != name]
-            if others:
-                raise SystemExit(f"expected {name} in every call of self-attention, got {'; '.join(others)}")
-            found[name] = {"calls": counts, "errors": [dataclasses.asdict(row) for row in report.errors]}
+            errors = [dataclasses.asdict(row) for row in report.errors]
+            found[name] = {"calls": calls_of(report.rows, name), "errors": errors}
         return found
 
     def request(self, prompt: NumberedPrompt) -> GenerationRequest:
@@ -85,6 +79,22 @@ class PairedRun:
             with attention_choices(self.pipeline, choice):
                 sides[name] = make_clips(self.pipeline, SHAPES, prompts, requests)
         return lines_of(prompts, sides)
+
+
+def calls_of(rows: Sequence[ReportRow], backend: str) -> dict[str, dict[str, int]]:
+    """Return the number of calls by role and by who computed them.
+
+    Raises SystemExit where another than `backend` computed calls of self-attention, or there was none.
+    """
+    of_self = [row for row in rows if row.role == "self"]
+    others = [str(row) for row in of_self if row.backend != backend]
+    if others or not of_self:
+        raise SystemExit(f"expected {backend} in every call of self-attention, got {'; '.join(others) or 'no call'}")
+    counts: dict[str, dict[str, int]] = {}
+    for row in rows:
+        of_role, computed_by = counts.setdefault(row.role, {}), f"{row.backend} ({row.implementation})"
+        of_role[computed_by] = of_role.get(computed_by, 0) + row.count
+    return counts
 
 
 def main() -> None:
