@@ -269,7 +269,7 @@ def main() -> None:
     begin = time.perf_counter()
     pipeline = opened(arguments, device)
     keep("load_s", time.perf_counter() - begin)
-    sizes = {"height": 64, "width": 96} if arguments.small else {}
+    sizes: dict[str, Any] = {"height": 64, "width": 96} if arguments.small else {}
     if arguments.first_step:
         keep("cold", generated(pipeline, pipeline.resolve(GenerationRequest(PROMPT, stop_after_step=1, **sizes))))
         two = pipeline.resolve(GenerationRequest(PROMPT, stop_after_step=2, **sizes))
