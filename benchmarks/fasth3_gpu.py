@@ -107,7 +107,8 @@ def stepped(pipeline: Pipeline, request: GenerationRequest) -> list[dict[str, An
     and the host functions with the most time of their own."""
     is_cuda = pipeline.device.type == "cuda"
     steps: list[dict[str, Any]] = []
-    profile, before, began = cProfile.Profile(), {}, 0.0
+    profile, began = cProfile.Profile(), 0.0
+    before: dict[str, int] = {}
 
     def on_progress(progress: Progress) -> None:
         nonlocal profile, before, began
