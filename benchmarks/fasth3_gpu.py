@@ -1,6 +1,7 @@
 """A whole clip of FastH3 with random weights on one GPU: seconds of each stage, and where the first step's go.
 
     python -m benchmarks.fasth3_gpu --output $OUT/fasth3_clip.json [--quantization fp8] [--vae-decode fp8]
+    python -m benchmarks.fasth3_gpu --output $OUT/first_step.json --first-step    # 90 s: what the first step does more
 
 4 steps with Video Sparse Attention at 0.9, 124 frames of 1344 x 768, text encoded; everything in one process. One
 generation compiles, one is timed. A third stops after its first step, under torch.profiler: its kernels by class, the
@@ -8,13 +9,20 @@ times in which the device is idle, and what the host does meanwhile. Then the cl
 on the CPU as before and after: each chunk copied before the next is decoded, copied beside it, and that with products
 in 8-bit floats, whose relative L2 from bfloat16 is given (not with `--vae-decode fp8`). `--small` runs every path at
 sizes that a CPU computes.
+
+`--first-step`: one generation of one step compiles, and decodes. Two steps are then denoised three times without a
+decoding: behind the decoding and behind each other, each step with what the allocator asked of the device and the host
+functions that took longest, then under torch.profiler. A first step that is short when no decoding came before it waits
+for memory; one that is long both times waits for what its request computes.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import itertools
 import json
+import pstats
 import statistics
 import time
 from collections import defaultdict
@@ -39,6 +47,14 @@ MODEL = "fasth3-4-step"
 PROMPT = "rain on a tin roof, thunder far away"
 # Idle times of the device that are listed, in seconds; and the calls beside each.
 LEAST_GAP, NUM_CALLS = 0.005, 4
+# Of torch.cuda.memory_stats, as differences over a step: an expandable segment that grows shows in the bytes alone.
+MEMORY = (
+    "reserved_bytes.all.current",
+    "num_device_alloc",
+    "num_device_free",
+    "num_alloc_retries",
+    "num_sync_all_streams",
+)
 CLASSES = {
     "linear": ("nvjet", "gemm", "cutlass_kernel_", "scaled_mm", "cublas"),
     "attention": ("attend", "flash", "keep_highest", "norm_rope", "block_means"),
@@ -86,13 +102,55 @@ def generated(pipeline: Pipeline, request: GenerationRequest) -> dict[str, Any]:
     return {**media.timings, "steps_s": steps}
 
 
-def profiled(pipeline: Pipeline, request: GenerationRequest) -> dict[str, Any]:
-    """Return what one generation of one step does on the device and on the host."""
+def stepped(pipeline: Pipeline, request: GenerationRequest) -> list[dict[str, Any]]:
+    """Return the seconds of each step of a request that is not decoded, what the allocator asked of the device in it,
+    and the host functions with the most time of their own."""
+    is_cuda = pipeline.device.type == "cuda"
+    steps: list[dict[str, Any]] = []
+    profile, began = cProfile.Profile(), 0.0
+    before: dict[str, int] = {}
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal profile, before, began
+        if progress.stage != "denoise":
+            return
+        profile.disable()
+        now = time.perf_counter()
+        memory = {key: torch.cuda.memory_stats(pipeline.device).get(key, 0) for key in MEMORY} if is_cuda else {}
+        if progress.step:
+            steps.append(
+                {
+                    "s": now - began,
+                    "memory": {key: value - before[key] for key, value in memory.items()},
+                    "reserved_gb": memory.get("reserved_bytes.all.current", 0) / 1e9,
+                    "host": longest_calls(profile),
+                }
+            )
+        profile, before, began = cProfile.Profile(), memory, time.perf_counter()
+        if progress.step < progress.num_steps:
+            profile.enable()
+
+    pipeline.latents(request, on_progress=on_progress)
+    return steps
+
+
+def longest_calls(profile: cProfile.Profile) -> list[str]:
+    """Return the functions with the most time of their own: a call that waits for the device or the driver is one."""
+    found: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    rows = sorted(found.items(), key=lambda row: -row[1][2])[:12]
+    return [
+        f"{own:.3f} s, {calls} calls, {Path(file).name}:{line} {name}"
+        for (file, line, name), (_, calls, own, *_) in rows
+    ]
+
+
+def profiled(device: torch.device, run: Callable[[], object]) -> dict[str, Any]:
+    """Return what a run does on the device and on the host."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if pipeline.device.type == "cuda":
+    if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
-        pipeline(request)
+        run()
     events = profile.events() or []
     kernels = sorted(
         (event.time_range.start / 1e6, event.time_range.end / 1e6, event.name)
@@ -194,6 +252,7 @@ def main() -> None:
     parser.add_argument("--vae-decode", default="exact", help="of the clip that is timed whole: exact, fp8")
     parser.add_argument("--repeats", type=int, default=1, help="timed generations, and decodings of each way")
     parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--first-step", action="store_true", help="the first two steps alone, and what they wait for")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU computes")
     arguments = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -211,7 +270,14 @@ def main() -> None:
     begin = time.perf_counter()
     pipeline = opened(arguments, device)
     keep("load_s", time.perf_counter() - begin)
-    sizes = {"height": 64, "width": 96} if arguments.small else {}
+    sizes: dict[str, Any] = {"height": 64, "width": 96} if arguments.small else {}
+    if arguments.first_step:
+        keep("cold", generated(pipeline, pipeline.resolve(GenerationRequest(PROMPT, stop_after_step=1, **sizes))))
+        two = pipeline.resolve(GenerationRequest(PROMPT, stop_after_step=2, **sizes))
+        keep("behind a decoding", stepped(pipeline, two))
+        keep("behind each other", stepped(pipeline, two))
+        keep("profile", profiled(device, lambda: pipeline.latents(two)))
+        return
     request = pipeline.resolve(GenerationRequest(PROMPT, **sizes))
     keep("cold", generated(pipeline, request))
     keep("warm", [generated(pipeline, request) for _ in range(arguments.repeats)])
@@ -220,7 +286,7 @@ def main() -> None:
     if not arguments.no_profile:
         # Last: reading its events takes the host seconds.
         stopped = pipeline.resolve(GenerationRequest(PROMPT, stop_after_step=1, **sizes))
-        keep("first_step", profiled(pipeline, stopped))
+        keep("first_step", profiled(device, lambda: pipeline(stopped)))
 
 
 if __name__ == "__main__":

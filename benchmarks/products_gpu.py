@@ -1,7 +1,7 @@
 """Products of Z-Image-Turbo's step at 1024 x 1024 by cuBLAS and by quack, FlashAttention-4's companion: each by itself,
 then one whole forward pass before and after, by turns in one run.
 
-    python -m benchmarks.products_gpu --output products.json [--only parts,step] [--repeats 20]
+    python -m benchmarks.products_gpu --output products.json [--only parts,step] [--configs pingpong] [--repeats 20]
 
 The step has 47.7 TFLOP of products and 8.7 of attention, and moves 21.8 GB in passes of norms, rotations and gates: at
 730 and 650 TFLOP/s and 4.2 TB/s that is 84.0 ms. With tiles of 128 x 256 a product of 4224 rows and 3840 columns is
@@ -10,8 +10,9 @@ features while it writes the product, so that 173 MB per block are neither writt
 
 Weights are random and the same for both. `error` is relative to float64, over the first 256 rows, and a quack product
 is used in the step where its error is at most 1.1 times cuBLAS's and its time less. What compiles takes its seconds
-apart. A part that takes longer than --seconds ends the process with a trace; the file is written after each. On an H200
-about 150 s, most of it compiling (quack keeps what it compiled).
+apart. --configs: those of quack whose name contains this; each compiles four times. A part that takes longer than
+--seconds ends the process with a trace; the file is written after each. On an H200 about 150 s, most of it compiling
+(quack keeps what it compiled).
 """
 
 from __future__ import annotations
@@ -126,18 +127,20 @@ def quack(shape: Shape, config: tuple[int, int, bool, tuple[int, int]]) -> Produ
     return product
 
 
-def candidates(shape: Shape, zeros: torch.Tensor) -> Iterator[tuple[str, Callable[[], Product]]]:
+def candidates(shape: Shape, zeros: torch.Tensor, wanted: str = "") -> Iterator[tuple[str, Callable[[], Product]]]:
+    """Yield the ways of a product by name. wanted: what the names of quack's contain."""
     yield "cublas", lambda: cublas(shape)
     yield "cublaslt", lambda: cublaslt(shape, zeros)
     if importlib.util.find_spec("quack") is not None:
         for config in CONFIGS:
             tile_m, tile_n, pingpong, cluster = config
             name = f"quack {tile_m}x{tile_n} {'pingpong' if pingpong else 'cooperative'} {cluster[0]}x{cluster[1]}"
-            yield name, functools.partial(quack, shape, config)
+            if wanted in name:
+                yield name, functools.partial(quack, shape, config)
 
 
 @torch.inference_mode()
-def measure_shape(shape: Shape, repeats: int, seconds: float) -> dict[str, Any]:
+def measure_shape(shape: Shape, repeats: int, seconds: float, wanted: str) -> dict[str, Any]:
     """Median milliseconds of each candidate, taken by turns, its error and the seconds of its first call."""
     clock, device = Clock(torch.device("cuda")), torch.device("cuda")
     x = torch.randn(NUM_ROWS, shape.in_features, device=device).to(DTYPE)
@@ -153,7 +156,7 @@ def measure_shape(shape: Shape, repeats: int, seconds: float) -> dict[str, Any]:
         exact = F.silu(gate) * features
     rows: dict[str, dict[str, Any]] = {}
     products: dict[str, Product] = {}
-    for name, make in candidates(shape, zeros):
+    for name, make in candidates(shape, zeros, wanted):
         with limited(seconds):
             try:
                 started = time.perf_counter()
@@ -320,6 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="parts,step")
+    parser.add_argument("--configs", default="", help="part of the names of quack's configurations; all of them")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=120.0, help="that one part may take")
     arguments = parser.parse_args()
@@ -329,7 +333,7 @@ def main() -> None:
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
     for shape in SHAPES if "parts" in arguments.only else ():
-        part = measure_shape(shape, arguments.repeats, arguments.seconds)
+        part = measure_shape(shape, arguments.repeats, arguments.seconds, arguments.configs)
         document["parts"].append(part)
         write()
         for name, row in part["rows"].items():

@@ -26,6 +26,7 @@ from diffusion_runtime.generation.parts import PipelineParts
 from diffusion_runtime.loading.cuda_graphs import make_decoder_graphs, make_graphs
 from diffusion_runtime.loading.interface import InspectableModel, OnStage
 from diffusion_runtime.loading.preparation import prepare
+from diffusion_runtime.memory.device_memory import use_expandable_segments
 from diffusion_runtime.models.interface import ImageCondition, ImageConditioner
 from diffusion_runtime.models.published_folders import write_folder
 from diffusion_runtime.models.random_weights import draw_weight, fill_randomly
@@ -89,6 +90,8 @@ def random_pipeline(
         if prepared is None:
             raise ConfigError(f"{name}: no native model runs it")
         device, dtype = prepared.device, prepared.dtype
+        # As a model that is loaded: what is timed waits for the device's memory as that does.
+        use_expandable_segments(device)
         on_stage(f"building the transformer of {name}")
         transformer = fill_randomly(prepared.model, prepared.transformer, device, dtype)
         on_stage(f"building the decoder of {name}")

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from diffusion_runtime.benchmark import random_pipeline
+from diffusion_runtime.config import RuntimeConfig
 from diffusion_runtime.memory.device_memory import use_expandable_segments
 
 MIB = 2**20
@@ -67,3 +69,18 @@ def test_a_large_tensor_has_what_is_free_in_pieces(segments: str, outcome: str) 
     command = [sys.executable, "-c", FRAGMENTED, segments]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.stdout.strip() == outcome, run.stderr
+
+
+def test_random_weights_are_allocated_as_those_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a benchmark waits for memory that a generation has."""
+
+    class Told(Exception):
+        pass
+
+    def tell(device: torch.device) -> bool:
+        raise Told(device.type)
+
+    monkeypatch.setattr(random_pipeline, "use_expandable_segments", tell)
+    config = RuntimeConfig(device="cpu", dtype="float32")
+    with pytest.raises(Told, match="cpu"):
+        random_pipeline.random_pipeline("wan2.1-1.3b", config, lambda stage: pytest.fail(f"{stage} came before"))
