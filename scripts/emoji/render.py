@@ -79,7 +79,7 @@ def poses(scenes: SceneBatch, num_frames: int) -> Poses:
 
 
 @cache
-def _levels(device: str) -> Tensor:
+def picture_levels(device: str) -> Tensor:
     """Pictures at three sharpnesses [levels, things, 4, SPRITE, SPRITE]: for full, half and quarter size."""
     full = read_atlas()[: len(THINGS)].to(device)
     levels = [full]
@@ -101,7 +101,7 @@ def background(scenes: SceneBatch, size: int) -> Tensor:
 
 def pick_pictures(scenes: SceneBatch, placed: Poses, size: int) -> Tensor:
     """[B, 2, 4, SPRITE, SPRITE], of the sharpness that the size on screen needs."""
-    levels = _levels(str(scenes.start.device))
+    levels = picture_levels(str(scenes.start.device))
     drawn = placed.half.abs().amax(dim=-1).mean(dim=1) * size
     level = torch.log2(SPRITE / drawn.clamp(min=1.0)).floor().clamp(0, NUM_LEVELS - 1).long()
     return levels[level, scenes.thing]

@@ -83,6 +83,16 @@ class Model:
             parts = [clip_to_frames(vae.decode(part * self._std + self._mean)) for part in latents.split(16)]
         return torch.cat(parts).cpu()
 
+    @torch.no_grad()
+    def through_vae(self, frames: Tensor) -> Tensor:
+        """uint8 [B, frames, size, size, 3], encoded and decoded, on the CPU."""
+        vae, parts = WholeClipVae(self._vae), []
+        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._bf16):
+            for part in torch.split(frames, 16):
+                clip = part.to(self._device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+                parts.append(clip_to_frames(vae.decode(vae.encode(clip)[0])))
+        return torch.cat(parts).cpu()
+
 
 def _check_one(attributes: SceneAttributes, clip: np.ndarray) -> Verdict:
     torch.set_num_threads(1)

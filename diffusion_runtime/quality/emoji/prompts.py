@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 import torch
 
 from diffusion_runtime.quality.emoji.attributes import SceneAttributes
 from diffusion_runtime.quality.emoji.captions import EVALUATION_CAPTIONS, write_caption
-from diffusion_runtime.quality.emoji.scene import SceneSettings, sample_scenes
+from diffusion_runtime.quality.emoji.scene import SceneBatch, SceneSettings, sample_scenes
 from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS, PromptKind
 
 
@@ -20,6 +20,8 @@ class EvaluationPrompt:
     text: str
     attributes: SceneAttributes
     seed: int
+    scene: SceneBatch = field(compare=False, repr=False)
+    """One row: the scene that the prompt was written of."""
 
 
 def evaluation_prompts(
@@ -36,7 +38,7 @@ def evaluation_prompts(
     prompts = []
     for index in range(count):
         own_seed = 1_000_003 * seed + 10 * index + PROMPT_KINDS.index(kind)
-        scene = sample_scenes(1, torch.Generator().manual_seed(own_seed), settings).attributes()[0]
-        caption = write_caption(scene, Random(own_seed), EVALUATION_CAPTIONS, image=image)
-        prompts.append(EvaluationPrompt(caption.text, caption.attributes, seed=own_seed % 2**31))
+        scene = sample_scenes(1, torch.Generator().manual_seed(own_seed), settings)
+        caption = write_caption(scene.attributes()[0], Random(own_seed), EVALUATION_CAPTIONS, image=image)
+        prompts.append(EvaluationPrompt(caption.text, caption.attributes, own_seed % 2**31, scene))
     return prompts
