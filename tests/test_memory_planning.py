@@ -108,7 +108,7 @@ def test_a_model_beyond_the_machine_says_so_before_it_is_loaded(
 ) -> None:
     monkeypatch.setattr(memory_planning, "free_in_machine", lambda: free * 10**6)
     # Of these sizes, what is above that of the weights' files.
-    monkeypatch.setattr(memory_planning, "_LARGE_FACTOR", 6)
+    monkeypatch.setattr(memory_planning, "_LARGE_FACTOR", 12)
     prepared = prepare(RuntimeConfig(device="cpu"))
     assert isinstance(prepared, PreparedModel)
 
