@@ -43,11 +43,15 @@ def test_json_says_what_each_needs(command: Command) -> None:
     row = next(row for row in answer["models"] if row["name"] == "wan2.2-t2v-a14b")
     assert row["weights_gb"]["float32"] == 2 * row["weights_gb"]["bfloat16"]
     assert {"draft", "lightning-4", "turbowan-4"} <= set(row["presets"])
-    # The one preset that is a single model's.
-    assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["shapes"]
+    # Presets of single models.
+    assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["shapes", "emoji"]
     # Of the embedded models, what `--preset` takes: no published few-step model has their numbers of steps.
-    embedded = {row["name"]: row["presets"] for row in answer["models"] if row["name"].startswith("shapes")}
-    assert embedded == {"shapes": ["draft", "default", "large", "fast"], "shapes-causal": ["draft", "default"]}
+    embedded = {row["name"]: row["presets"] for row in answer["models"] if row["model_path"] == row["name"]}
+    assert embedded == {
+        "shapes": ["draft", "default", "large", "fast"],
+        "shapes-causal": ["draft", "default"],
+        "emoji": ["draft", "default", "fast"],
+    }
     (lightning,) = [
         preset for preset in answer["sampling_presets"] if (preset["family"], preset["name"]) == ("wan", "lightning-4")
     ]
