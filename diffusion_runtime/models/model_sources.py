@@ -36,14 +36,14 @@ from diffusion_runtime.weights.weight_files import (
     listed,
 )
 
-# The models that ship inside the package, and their folders; the first one is the default, the second one makes
-# videos chunk by chunk.
-EMBEDDED = "shapes"
+# The models that ship inside the package, and their folders; EMBEDDED is the default, shapes-causal makes videos chunk
+# by chunk.
+EMBEDDED = "emoji"
 _ASSETS = Path(__file__).parents[1] / "assets"
 EMBEDDED_FOLDERS = {
-    EMBEDDED: _ASSETS / "shapes",
+    "shapes": _ASSETS / "shapes",
     "shapes-causal": _ASSETS / "shapes_causal",
-    "emoji": _ASSETS / "emoji",
+    EMBEDDED: _ASSETS / "emoji",
 }
 EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
 

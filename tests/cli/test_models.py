@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from cli_support import REPOSITORY, Command, process_environment
 
-from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 
@@ -102,10 +102,11 @@ def test_configs_are_made_from_what_the_package_knows() -> None:
     assert set(files) == {f"{model.name}.yaml" for model in published_models()}
 
 
-def test_the_embedded_models_numbers_are_its_files() -> None:
-    model = next(model for model in published_models() if model.model_path == "shapes")
+@pytest.mark.parametrize("name", EMBEDDED_FOLDERS)
+def test_the_embedded_models_numbers_are_their_files(name: str) -> None:
+    model = next(model for model in published_models() if model.model_path == name)
     for component, billions in model.parameters:
-        assert billions == pytest.approx(1e-9 * _num_stored(EMBEDDED_FOLDER / component), rel=0.02)
+        assert billions == pytest.approx(1e-9 * _num_stored(EMBEDDED_FOLDERS[name] / component), rel=0.02)
 
 
 def _num_stored(folder: Path) -> int:
