@@ -8,7 +8,7 @@
 # fast_accuracy.json, fast_notes.json. What is missing is said, and nothing after it is written.
 #
 # Environment: STEPS=12 GUIDANCE=2.0 SHIFT=14 as the sweep chose; CLIPS=24, of which weights are rounded: 0 for to the
-# nearest, on a slow machine; PYTHON=python3.
+# nearest, on a slow machine; SHARE=1, of the LoRA's numbers that are kept; PYTHON=python3.
 set -euo pipefail
 : "${FROM:?the folder of what was trained}"
 PYTHON=${PYTHON:-python3} STEPS=${STEPS:-12} GUIDANCE=${GUIDANCE:-2.0} SHIFT=${SHIFT:-14} CLIPS=${CLIPS:-24}
@@ -32,7 +32,7 @@ fast() {   # the LoRA and its record, then in 8 bits
     lora=$(first fast.safetensors) accuracy=$(first fast_accuracy.json) notes=$(first fast_notes.json)
     "$PYTHON" -m $here.distill_record "$FROM/fast16" --lora "$lora" --logs "$FROM"/*fast_log.jsonl \
         --accuracy "$accuracy" --notes "$notes"
-    "$PYTHON" -m $here.round_folder "$FROM/fast16" $ASSETS/emoji_fast --lora
+    "$PYTHON" -m $here.round_folder "$FROM/fast16" $ASSETS/emoji_fast --lora --share "${SHARE:-1}"
 }
 
 records() {   # TRAINING.json and the map of previews

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.quality.emoji import scene as emoji_scene
 from diffusion_runtime.quality.emoji.attributes import MOTION_NAMES, SCENE_NAMES
 from diffusion_runtime.quality.emoji.things import THINGS
 from diffusion_runtime.quality.shapes.scene import (
@@ -38,6 +39,9 @@ RECORDS: dict[str, dict[str, Any]] = {
             "things": len(THINGS),
             "scenes": SCENE_NAMES,
             "motions": MOTION_NAMES,
+            "radius_half_sides": {"one_object": emoji_scene.RADIUS_ONE, "two_objects": emoji_scene.RADIUS_TWO},
+            "travel_half_sides": {"one_object": emoji_scene.TRAVEL_ONE, "two_objects": emoji_scene.TRAVEL_TWO},
+            "grid_half_sides": emoji_scene.GRID,
             "held_out_combinations": len(THINGS) * len(SCENE_NAMES),
             "combinations": len(THINGS) * len(SCENE_NAMES) * len(MOTION_NAMES),
             "pictures": "Noto Color Emoji 2.042, Copyright 2013 to 2023 Google Inc., SIL Open Font License 1.1",
