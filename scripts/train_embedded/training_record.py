@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--notes", type=Path, required=True, help="hardware, versions, what each stage was, as JSON")
     arguments = parser.parse_args()
     vae = read_lines(arguments.vae_log)
-    latents = next(line for line in vae if line.get("event") == "latents")
+    # Of train_vae, or of train_decoder, which leaves the latents as they are.
+    end = next(line for line in vae if line.get("event") in ("latents", "saved"))
     results = [result_of(path) for path in arguments.accuracy]
     if arguments.sweep is not None:
         results[0]["sweep"] += json.loads(arguments.sweep.read_text())
@@ -109,13 +110,13 @@ def main() -> None:
         **json.loads(arguments.notes.read_text()),
         "data": RECORDS[arguments.world]["data"],
         "vae": {
-            "steps": latents["step"],
-            "seconds": latents["seconds"],
-            "curve": curve(vae, ("step", "seconds", "loss", "kl")),
+            "steps": end["step"],
+            "seconds": end["seconds"],
+            "curve": curve(vae, ("step", "seconds", "loss", "kl", "psnr", "things")),
             "sharpness": [
                 {key: value for key, value in line.items() if key != "event"}
                 for line in vae
-                if line.get("event") == "sharpness"
+                if line.get("event") in ("sharpness", "after") and "bucket" in line
             ],
             "reconstructions": {
                 f"{line['num_frames']}x{line['size']}": compact(line["accuracy"])
