@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.machine import describe_host
 
 REPOSITORY = Path(__file__).parents[1]
-PROMPT = "a red circle moving left"
+PROMPT = "a whale jumping out of the water in the sea at night"
 MIB = 2**20
 
 # name: (what follows the interpreter, seconds that may pass, MiB of peak memory, None for no limit).
@@ -39,13 +39,14 @@ COMMANDS: dict[str, tuple[list[str], float, float | None]] = {
     "generate_draft": (["-m", "diffusion_runtime", "generate", PROMPT, "--preset", "draft"], 8.0, 2500.0),
     "generate_image": (["-m", "diffusion_runtime", "generate", PROMPT, "--num-frames", "1"], 8.0, 2500.0),
 }
-MAX_PACKAGE_MIB = 25.0
+# 45 MB.
+MAX_WHEEL_MIB = 42.9
 PACKAGES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ffmpeg", "typer", "rich")
 
 
 def main() -> int:
     arguments = parse_arguments()
-    model = [] if arguments.model is None else ["--model-path", str(Path(arguments.model).resolve())]
+    model = [] if arguments.model is None else ["--model-path", arguments.model]
     this_machine = {**describe_host(), "num_threads": arguments.threads}
     results: dict[str, Any] = {}
     for name, (command, max_seconds, max_mib) in COMMANDS.items():
@@ -58,7 +59,7 @@ def main() -> int:
         "schema": "diffusion_runtime.generate_cpu/1",
         "machine": this_machine,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "model": arguments.model or "shapes",
+        "model": arguments.model or "emoji",
         "commands": results,
         "package": package,
         "within_limits": all(result["within_limits"] for result in [*results.values(), package]),
@@ -76,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", help="a diffusers folder instead of the embedded model")
+    parser.add_argument("--model", help="a name or the whole path of a folder, instead of the embedded model")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -124,7 +125,7 @@ def measure_package() -> dict[str, Any]:
         shutil.copytree(
             REPOSITORY / "diffusion_runtime", source / "diffusion_runtime", ignore=shutil.ignore_patterns("__pycache__")
         )
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
             shutil.copy(REPOSITORY / name, source / name)
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
         subprocess.run([*command, str(source)], check=True, stdout=subprocess.DEVNULL)
@@ -137,8 +138,8 @@ def measure_package() -> dict[str, Any]:
             "wheel_mib": round(wheel.stat().st_size / MIB, 2),
             "installed_mib": round(installed / MIB, 2),
             "weights_mib": round(weights / MIB, 2),
-            "max_mib": MAX_PACKAGE_MIB,
-            "within_limits": installed <= MAX_PACKAGE_MIB * MIB,
+            "max_mib": MAX_WHEEL_MIB,
+            "within_limits": wheel.stat().st_size <= MAX_WHEEL_MIB * MIB,
         }
 
 

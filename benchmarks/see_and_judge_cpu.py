@@ -66,7 +66,8 @@ def timed(repeats: int, *arguments: str) -> dict[str, Any]:
 def compared(folder: Path, num_settings: int, num_prompts: int) -> dict[str, Any]:
     page = folder / f"{num_settings}x{num_prompts}.html"
     texts = [word for text in SETTINGS[:num_settings] for word in ("--setting", text)]
-    shared = ("--prompt-set", f"shapes:{num_prompts}", "--preset", "draft", "--device", "cpu", "--quiet")
+    model = ("--model-path", "shapes", "--device", "cpu")
+    shared = (*model, "--prompt-set", f"shapes:{num_prompts}", "--preset", "draft", "--quiet")
     before = os.getloadavg()[0]
     seconds, out = run("compare", *shared, *texts, "--html", str(page), "--json")
     rows = json.loads(out)["rows"]

@@ -52,7 +52,7 @@ class Server:
         """Start the process; seconds until it answers are wall-clock time."""
         began = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "diffusion_runtime", "serve", *self._arguments],
+            [sys.executable, "-m", "diffusion_runtime", "serve", "shapes", *self._arguments],
             env=ENVIRONMENT,
             stderr=subprocess.PIPE,
             text=True,
@@ -130,7 +130,7 @@ class Expected:
     """Digests of the files that a pipeline makes alone."""
 
     def __init__(self) -> None:
-        self.pipeline: Any = load_pipeline()
+        self.pipeline: Any = load_pipeline("shapes")
         self._known: dict[tuple[int, int], str] = {}
 
     def __call__(self, seed: int, steps: int = 2) -> str:

@@ -330,7 +330,7 @@ class Command:
             # A GIF, which needs no ffmpeg.
             path = Path(folder) / "clip.gif"
             command = [sys.executable, "-m", "diffusion_runtime", "generate", PROMPT, "--device", self.device]
-            command += ["--num-inference-steps", str(self.num_steps), "--output-path", str(path)]
+            command += ["--model-path", "shapes", "--num-inference-steps", str(self.num_steps), "-o", str(path)]
             command += [] if self.num_gpus == 1 else ["--num-gpus", str(self.num_gpus)]
             said, total = self.runner.lines([*command, *self.extra], **caches, **variables)
             if not path.is_file():

@@ -423,7 +423,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 class RuntimeConfig:
     """The model to load, the device, and the attention backends.
 
-    model_path: `shapes` (the embedded model), a diffusers folder, or a hub id: `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`, also
+    model_path: `emoji` (the embedded model), a diffusers folder, or a hub id: `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`, also
         with a revision: `org/name@v1`; or the file of a transformer or of a whole checkpoint (models/found_files.py).
     like: where model_path is one file of weights: the published model, hub id or diffusers folder whose settings it
         runs with; None recognises it. models_dir: folders in which its other parts are looked for; download: whether
@@ -487,10 +487,10 @@ class RuntimeConfig:
 
     model_path: str = option(
         MODEL,
-        "shapes",
+        "emoji",
         Text(),
         Flag(
-            "shapes (embedded), a name of `models`, a diffusers folder, a hub id, or one file of weights.",
+            "emoji (embedded), a name of `models`, a diffusers folder, a hub id, or one file of weights.",
             "MODEL",
             WHAT,
         ),

@@ -1,6 +1,6 @@
 """Images from a prompt: a video model is asked for one frame. Every flag of `diffusion-runtime generate` is taken:
 
-python examples/text_to_image.py --prompt "a blue star" --seed 1-4 --output star.png
+python examples/text_to_image.py --prompt "a whale" --seed 1-4 --output whale.png
 python examples/text_to_image.py --model flux.1-schnell --height 512 --width 512 --num-inference-steps 4
 """
 
@@ -13,7 +13,7 @@ from diffusion_runtime import DiffusionRuntimeError, load_pipeline, parse_flags
 
 
 def main() -> None:
-    flags = parse_flags(prompt="a blue star")
+    flags = parse_flags(prompt="a whale")
     pipeline = load_pipeline(flags.runtime)
     for request in flags.requests(pipeline):
         media = pipeline(dataclasses.replace(request, num_frames=1))

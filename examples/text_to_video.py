@@ -1,6 +1,6 @@
 """A video from a prompt, and a word on what ran. Every flag of `diffusion-runtime generate` is taken:
 
-python examples/text_to_video.py --prompt "a red circle moving left" --seed 1 --output circle.mp4
+python examples/text_to_video.py --prompt "a fox running left in the snow" --seed 1 --output fox.mp4
 python examples/text_to_video.py --model wan2.1-1.3b --num-frames 33 --attention-backend fa,torch_sdpa
 python examples/text_to_video.py --attention-config.per_role.cross.backend torch_sdpa
 """
@@ -13,7 +13,7 @@ from diffusion_runtime import DiffusionRuntimeError, load_pipeline, parse_flags
 
 
 def main() -> None:
-    flags = parse_flags(prompt="a red circle moving left")
+    flags = parse_flags(prompt="a fox running left in the snow")
     pipeline = load_pipeline(flags.runtime)
     for request in flags.requests(pipeline):
         media = pipeline(request)

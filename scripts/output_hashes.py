@@ -86,7 +86,7 @@ def on_processes(num_processes: int, folder: Path) -> str:
     path = folder / f"{num_processes}.npy"
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     command = [sys.executable, "-m", "diffusion_runtime", "generate", PROMPT, "--device", "cpu", *sizes]
-    command += ["--num-gpus", str(num_processes), "-o", str(path)]
+    command += ["--model-path", "shapes", "--num-gpus", str(num_processes), "-o", str(path)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=600)
     return f"frames {digest(numpy.load(path))}"
 

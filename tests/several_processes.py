@@ -20,7 +20,7 @@ from warm_python import WarmProcess, start_python
 
 PROGRAM = Path(__file__).with_name("faulty_program.py")
 GENERATE = (
-    *("generate", "a red circle moving left", "--device", "cpu", "--format", "npy"),
+    *("generate", "a red circle moving left", "--model-path", "shapes", "--device", "cpu", "--format", "npy"),
     *("--height", "64", "--width", "96", "--num-frames", "5", "--num-inference-steps", "3"),
     # Processes with a branch each compute it apart; in one batch with the other one it is rounded otherwise. UniPC
     # extrapolates, which makes roundings larger.

@@ -31,18 +31,19 @@ SERVER = "http://127.0.0.1:8000"
 
 @pytest.fixture(scope="module")
 def small_shapes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The embedded model, whose own size is small here: blocks that say none take a second and not ten."""
-    folder = tmp_path_factory.mktemp("models") / "shapes"
-    folder.mkdir()
-    for part in model_sources.EMBEDDED_FOLDER.iterdir():
-        (folder / part.name).symlink_to(part)
-    (folder / "generation.json").unlink()
-    settings = json.loads((model_sources.EMBEDDED_FOLDER / "generation.json").read_text())
-    settings["defaults"] |= SMALL
-    (folder / "generation.json").write_text(json.dumps(settings))
+    """The embedded models, whose own size is small here: blocks that say none take a second and not ten."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model_sources.EMBEDDED_FOLDERS, model_sources.EMBEDDED, folder)
-        assert model_sources.resolve_model_folder("shapes") == folder
+        for name in ("shapes", "emoji"):
+            whole, folder = model_sources.EMBEDDED_FOLDERS[name], tmp_path_factory.mktemp("models") / name
+            folder.mkdir()
+            for part in whole.iterdir():
+                (folder / part.name).symlink_to(part)
+            (folder / "generation.json").unlink()
+            settings = json.loads((whole / "generation.json").read_text())
+            settings["defaults"] |= SMALL
+            (folder / "generation.json").write_text(json.dumps(settings))
+            patch.setitem(model_sources.EMBEDDED_FOLDERS, name, folder)
+            assert model_sources.resolve_model_folder(name) == folder
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from diffusion_runtime.loading import prepare
 from diffusion_runtime.quality.shapes.attributes import ObjectAttributes, SceneAttributes
 from diffusion_runtime.quality.shapes.checker import check_clip
 from diffusion_runtime.quality.shapes.prompts import evaluation_prompts
+from diffusion_runtime.quality.worlds import wanted_of
 
 FOLDER = Path(diffusion_runtime.__file__).parent / "assets" / "shapes"
 
@@ -76,8 +78,24 @@ def test_four_steps_with_the_shipped_lora(shapes: Pipeline) -> None:
     assert right >= 6
 
 
+def test_a_thing_of_emoji_is_drawn_and_an_unknown_one_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """One frame: its clips are measured in docs/quality.md; here enough to see a broken model."""
+    emoji = load_pipeline("emoji", device="cpu", dtype="float32")
+    prompt = "a pizza on grass"
+    wanted = wanted_of("emoji", prompt)
+    assert wanted is not None
+    media = emoji(GenerationRequest(prompt, num_frames=1, num_inference_steps=6, seed=0))
+    assert media.frames.shape == (1, 256, 256, 3)
+    assert wanted.judge(torch.from_numpy(media.frames)).joint
+    with caplog.at_level(logging.WARNING):
+        few = GenerationRequest("a wale in the sea", height=64, width=64, num_frames=1, num_inference_steps=1)
+        notes = emoji(few).recipe["notes"]
+    assert "the model's tokenizer does not know 'wale' (nearest: 'whale' or 'whales')" in caplog.text
+    assert any("'wale'" in note for note in notes)
+
+
 def test_the_package_stays_small() -> None:
-    """40 MB with the weights of both models, which are safetensors alone."""
+    """40 MB with the weights of all models, which are safetensors alone."""
     files = [path for path in FOLDER.parent.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 40e6
     assert {path.suffix for path in files} == {".json", ".safetensors"}

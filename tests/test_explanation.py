@@ -246,7 +246,7 @@ def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture
     assert values["num_steps"] == 3
     assert values["parts"][0]["name"] == "linear layers"
     assert str(page) in err
-    assert "shapes: what would run" in page.read_text()
+    assert "emoji: what would run" in page.read_text()
     assert run(["explain", *size]) == 0
     shown = capsys.readouterr().out
     assert "Attention by layer and step" in shown

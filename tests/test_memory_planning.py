@@ -69,7 +69,7 @@ def test_where_nothing_can_be_planned_a_choice_that_needs_a_plan_is_refused() ->
 
 
 def test_the_largest_request_is_planned_for_and_a_shortage_names_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = prepare(RuntimeConfig(device="cpu"))
+    prepared = prepare(RuntimeConfig("shapes", device="cpu"))
     assert isinstance(prepared, PreparedModel)
     small, large = (
         prepared.rules.resolve(GenerationRequest(prompt="a star", height=64, width=64, num_frames=number, seed=1))
@@ -86,7 +86,7 @@ def test_the_largest_request_is_planned_for_and_a_shortage_names_what_fits(monke
 
 
 def test_of_requests_of_one_size_the_one_with_most_images_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = prepare(RuntimeConfig(device="cpu"))
+    prepared = prepare(RuntimeConfig("shapes", device="cpu"))
     assert isinstance(prepared, PreparedModel)
     request = prepared.rules.resolve(GenerationRequest(prompt="a star", seed=1))
     planned = []
@@ -109,7 +109,7 @@ def test_a_model_beyond_the_machine_says_so_before_it_is_loaded(
     monkeypatch.setattr(memory_planning, "free_in_machine", lambda: free * 10**6)
     # Of these sizes, what is above that of the weights' files.
     monkeypatch.setattr(memory_planning, "_LARGE_FACTOR", 12)
-    prepared = prepare(RuntimeConfig(device="cpu"))
+    prepared = prepare(RuntimeConfig("shapes", device="cpu"))
     assert isinstance(prepared, PreparedModel)
 
     def fail(*_: object) -> None:
@@ -132,7 +132,7 @@ def test_what_is_named_where_nothing_fits_does_fit_and_takes_what_is_said() -> N
         request = {
             name: values.pop(name) for name in ("guidance_mode", "height", "width", "num_frames") if name in values
         }
-        prepared = prepare(RuntimeConfig(device="cpu", memory_limit=limit, **values))
+        prepared = prepare(RuntimeConfig("shapes", device="cpu", memory_limit=limit, **values))
         found = prepared.planned_for([prepared.rules.resolve(GenerationRequest("a star", seed=1, **request))])
         assert found.description.memory is not None
         return found.description.memory

@@ -10,7 +10,7 @@ from diffusion_runtime.core.model_folder import ConfigFile, read_config, read_js
 from diffusion_runtime.core.spellings import resolve
 from diffusion_runtime.core.token_layout import TokenLayout
 from diffusion_runtime.errors import ConfigError, nearest
-from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.registry import family_for_folder
 
 # A CPU computes this many operations in about a second.
@@ -116,7 +116,8 @@ def embedded_shapes() -> tuple[AttentionShape, ...]:
 
     Raises ModelLoadError when its files cannot be read.
     """
-    folder = EMBEDDED_FOLDER
+    # Whose figures are documented.
+    folder = EMBEDDED_FOLDERS["shapes"]
     config = read_config(folder, "transformer")
     num_heads, head_dim = config.whole_number("num_attention_heads"), config.whole_number("attention_head_dim")
     embedded = family_for_folder(folder).describe(folder)

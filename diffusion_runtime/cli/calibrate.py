@@ -81,7 +81,7 @@ def calibrate(
         loras = pair_loras((), (), lora or ()) or ()
         prepared = prepare(
             RuntimeConfig(
-                model_path=model_path or "shapes",
+                model_path=model_path or RuntimeConfig.model_path,
                 device=device or "auto",
                 dtype=dtype or "auto",
                 lora=tuple(loras),

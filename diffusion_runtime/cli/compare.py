@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EPILOG = """[bold]Examples[/]
 
-diffusion-runtime compare "a red circle" --setting "dense:" --setting "6 steps: --num-inference-steps 6"
+diffusion-runtime compare "a fox" --setting "dense:" --setting "6 steps: --num-inference-steps 6"
 
 diffusion-runtime compare --prompt-file prompts.txt --setting a.yaml --setting b.yaml --html page.html
 

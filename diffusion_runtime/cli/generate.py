@@ -34,9 +34,9 @@ EPILOG = """[bold]One value of the attention config as a flag[/]
 
 [bold]Examples[/]
 
-diffusion-runtime generate "a red circle moving left"
+diffusion-runtime generate "a fox running left in the snow"
 
-diffusion-runtime generate "a blue star" --num-frames 1 --seed 1-4 -o stars/
+diffusion-runtime generate "a whale" --num-frames 1 --seed 1-4 -o stars/
 
 diffusion-runtime generate --config mine.yaml --prompt-file prompts.txt
 

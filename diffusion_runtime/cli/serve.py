@@ -29,7 +29,7 @@ diffusion-runtime serve
 
 diffusion-runtime serve wan2.1-1.3b --host 0.0.0.0 --api-key-file keys.txt --storage /var/lib/videos
 
-curl http://127.0.0.1:8000/v1/videos -F "prompt=a red circle moving left"
+curl http://127.0.0.1:8000/v1/videos -F "prompt=a fox running left in the snow"
 """
 _SERVER, _LIMITS = "Server", "Limits"
 _KEY_VARIABLE = "DIFFUSION_RUNTIME_API_KEY"

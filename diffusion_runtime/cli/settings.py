@@ -233,8 +233,8 @@ def _build_requests(
         prompts = [any_prompt]
     if not prompts:
         raise RequestError(
-            'prompt: there is none; give it in quotes, as in generate "a red circle moving left", or use --prompt, '
-            "--prompt-file or --from"
+            'prompt: there is none; give it in quotes, as in generate "a fox running left in the snow", or use '
+            "--prompt, --prompt-file or --from"
         )
     negative_prompts = match_negative_prompts(
         len(prompts), flags.negative_prompts or _as_list(values.pop("negative_prompt", None))

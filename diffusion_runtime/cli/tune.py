@@ -34,7 +34,7 @@ diffusion-runtime tune --prompt-file prompts.txt --budget "psnr>=30" --over step
 
 diffusion-runtime tune --prompt-set shapes:24 --budget "latent<=0.2" --methods video_sparse_attn -o vsa.yaml
 
-diffusion-runtime generate "a red circle moving left" --config fast.yaml
+diffusion-runtime generate "a fox running left in the snow" --config fast.yaml
 
 [bold]Exit code[/]
 

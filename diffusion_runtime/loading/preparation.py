@@ -37,13 +37,13 @@ NOT_KEYWORDS = ("model_path", "parallel")
 
 
 def load_pipeline(
-    model: str | RuntimeConfig = "shapes",
+    model: str | RuntimeConfig = "emoji",
     *,
     on_stage: OnStage | None = None,
     world: World | None = None,
     **options: Unpack[LoadOptions],
 ) -> GenerationPipeline:
-    """Load a model: `shapes` (embedded), a diffusers folder or a hub id; or all that a RuntimeConfig says.
+    """Load a model: `emoji` (embedded), a diffusers folder or a hub id; or all that a RuntimeConfig says.
 
     backend: `native` is our own transformer, `diffusers` diffusers' own pipeline behind the same call; `auto` takes the
     native one where there is one.

@@ -375,7 +375,7 @@ def hub_error(error: Exception, hub_id: str, revision: str | None = None, *, off
 
     if isinstance(error, ModelLoadError):
         return error
-    instead = "or give the path of a copy, or 'shapes' for the embedded model, which needs no network"
+    instead = "or give the path of a copy, or 'emoji' for the embedded model, which needs no network"
     named = hub_id if revision is None else f"{hub_id}@{revision}"
     if isinstance(error, GatedRepoError):
         return ModelLoadError(

@@ -36,11 +36,15 @@ from diffusion_runtime.weights.weight_files import (
     listed,
 )
 
-# The models that ship inside the package, and their folders; the first one is the default, the other one makes videos
-# chunk by chunk.
-EMBEDDED = "shapes"
+# The models that ship inside the package, and their folders; EMBEDDED is the default, shapes-causal makes videos chunk
+# by chunk.
+EMBEDDED = "emoji"
 _ASSETS = Path(__file__).parents[1] / "assets"
-EMBEDDED_FOLDERS = {EMBEDDED: _ASSETS / "shapes", "shapes-causal": _ASSETS / "shapes_causal"}
+EMBEDDED_FOLDERS = {
+    "shapes": _ASSETS / "shapes",
+    "shapes-causal": _ASSETS / "shapes_causal",
+    EMBEDDED: _ASSETS / "emoji",
+}
 EMBEDDED_FOLDER = EMBEDDED_FOLDERS[EMBEDDED]
 
 _WELL_KNOWN_FILE = Path(__file__).with_name("well_known_files.yaml")
@@ -58,8 +62,8 @@ def resolve_model_folder(
     offline: bool = False,
     variant: str | None = None,
 ) -> Path:
-    """Return the folder behind `shapes` or `shapes-causal`, the path of a folder, the name of a published model such as
-    `wan2.1-1.3b`, or a hub id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
+    """Return the folder behind `shapes`, `shapes-causal` or `emoji`, the path of a folder, the name of a published
+    model such as `wan2.1-1.3b`, or a hub id such as `Wan-AI/Wan2.1-T2V-1.3B-Diffusers`.
 
     A model on the hub is downloaded into the hub's own cache, or taken from there: json, txt, model and safetensors
     files, never a pickle. weights: False leaves the safetensors files out, for callers that read the json alone.

@@ -32,8 +32,8 @@ class Client:
     for an answer; images take as long as they take.
 
         with Client("http://127.0.0.1:8000") as client:
-            video = client.create_video("a red circle moving left", seed=7)
-            client.download(client.wait(video["id"])["id"], "circle.mp4")
+            video = client.create_video("a fox running left in the snow", seed=7)
+            client.download(client.wait(video["id"])["id"], "fox.mp4")
 
     Fields of requests are those of docs/serving.md, by name. Methods raise ServerError.
     """

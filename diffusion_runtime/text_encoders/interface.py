@@ -79,7 +79,8 @@ class Conditions:
     about pictures whose own tokens are left out, how many tokens precede each; the same for every prompt.
     picture_ranges: for a prompt about pictures whose own tokens are there, the first token of each with its marks and
     the one behind its last; the same for every prompt. seconds: of each prompt the length of a video of it, from models
-    that predict one.
+    that predict one. known_words: all that a tokenizer of whole words knows, where a prompt has another one; empty
+    otherwise.
     """
 
     embeddings: torch.Tensor

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -162,26 +162,51 @@ def write_folder(
         config.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def write_lora(source: Path, target: Path) -> None:
-    """Copy the folder of a LoRA, its factors in 8-bit floats."""
+def write_lora(source: Path, target: Path, share: float = 1.0) -> None:
+    """Copy the folder of a LoRA, its factors in 8-bit floats. share: how many of its numbers are kept, 0 to 1."""
     state, stored = load_file(source / LORA), {}
     with closing(SafetensorsFile(source / LORA)) as file:
         metadata = dict(file.metadata)
-    for name in (name for name in state if name.endswith(_DOWN)):
-        up_name = name.removesuffix(_DOWN) + _UP
-        down, up = state[name].float(), state[up_name].float()
+    downs = [name for name in state if name.endswith(_DOWN)]
+    ups = [name.removesuffix(_DOWN) + _UP for name in downs]
+    if state.keys() != {*downs, *ups}:
+        raise ValueError(
+            f"{source / LORA}: expected factors lora_A and lora_B alone, got {sorted(state.keys() - {*downs, *ups})}"
+        )
+    pairs = [(state[down].float(), state[up].float()) for down, up in zip(downs, ups, strict=True)]
+    for down_name, up_name, (down, up) in zip(downs, ups, shortened(pairs, share), strict=True):
         # The rank's two vectors get the same length, which their product does not notice.
         balance = (up.norm(dim=0) / down.norm(dim=1).clamp(min=1e-8)).sqrt().clamp(min=1e-8)
-        stored[name] = (balance[:, None] * down).to(torch.float8_e4m3fn).contiguous()
+        stored[down_name] = (balance[:, None] * down).to(torch.float8_e4m3fn).contiguous()
         stored[up_name] = (up / balance).to(torch.float8_e4m3fn).contiguous()
-    if stored.keys() != state.keys():
-        raise ValueError(
-            f"{source / LORA}: expected factors lora_A and lora_B alone, got {sorted(state.keys() - stored)}"
-        )
     if target != source:
         shutil.copytree(source, target, dirs_exist_ok=True)
     save_file(stored, target / LORA, metadata=metadata)
     (target / LORA).chmod(0o644)
+
+
+def shortened(pairs: Sequence[tuple[Tensor, Tensor]], share: float) -> list[tuple[Tensor, Tensor]]:
+    """Return factors (down [rank, in], up [out, rank]) with at most `share` of all numbers, one rank a layer at least:
+    of the products' singular values those that are largest for the numbers that they take."""
+    if share >= 1:
+        return list(pairs)
+    parts = []
+    for down, up in pairs:
+        (out_base, outer), (in_base, inner) = torch.linalg.qr(up), torch.linalg.qr(down.T)
+        left, values, right = torch.linalg.svd(outer @ inner.T)
+        parts.append((right @ in_base.T, out_base @ left, values))
+    costs = [down.shape[1] + up.shape[0] for down, up in pairs]
+    left_over = share * sum(cost * len(down) for cost, (down, _) in zip(costs, pairs, strict=True)) - sum(costs)
+    ranks = [1] * len(pairs)
+    gains = [(float(value**2) / costs[at], at) for at, (_, _, values) in enumerate(parts) for value in values[1:]]
+    for _, at in sorted(gains, reverse=True):
+        if costs[at] > left_over:
+            break
+        left_over -= costs[at]
+        ranks[at] += 1
+    return [
+        (values[:rank, None] * down[:rank], up[:, :rank]) for rank, (down, up, values) in zip(ranks, parts, strict=True)
+    ]
 
 
 def load_parts(path: Path) -> dict[str, dict[str, Tensor]]:

@@ -26,8 +26,8 @@ toy=() ; if [ -n "${TOY:-}" ]; then toy=(--toy); fi
 mkdir -p "$STATE" "$OUT"
 # What this machine trained, else what the repository keeps.
 VAE="$STATE/vae.pt" JUDGE="$STATE/detector.safetensors"
-[ -f "$VAE" ] || VAE=scripts/train_embedded/emoji_state/vae.safetensors
-[ -f "$JUDGE" ] || JUDGE=scripts/train_embedded/emoji_state/detector.safetensors
+[ -f "$VAE" ] || VAE=diffusion_runtime/assets/emoji
+[ -f "$JUDGE" ] || JUDGE=diffusion_runtime/assets/emoji_judge/detector.safetensors
 began=$(date +%s)
 say() { echo "== $(( $(date +%s) - began )) s: $*" | tee -a "$STATE/progress.txt"; }
 # A part that hangs must not take the time of those behind it.

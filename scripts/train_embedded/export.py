@@ -20,7 +20,7 @@ from scripts.train_embedded.architecture import (
     build_transformer,
     build_vae,
 )
-from scripts.train_embedded.eight_bits import WEIGHTS, load_eight_bits
+from scripts.train_embedded.eight_bits import WEIGHTS, load_eight_bits, load_parts
 from scripts.train_embedded.world import SHAPES, WORLDS, World
 
 Part = TypeVar("Part", AutoencoderKLWan, WanTransformer3DModel, UMT5EncoderModel)
@@ -124,6 +124,14 @@ def load_component(folder: Path, of: type[Part]) -> Part:
     return module.float().eval()
 
 
+def load_trained(path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The states of transformer and text encoder, of a transformer.pt or an 8-bit file."""
+    if path.suffix == ".safetensors":
+        return load_parts(path)
+    trained: dict[str, dict[str, torch.Tensor]] = torch.load(path, map_location="cpu", weights_only=True)
+    return trained
+
+
 def load_vae(path: Path, world: World = SHAPES) -> AutoencoderKLWan:
     """A trained VAE, of a vae.pt, of an 8-bit file or of an exported folder."""
     if path.is_dir():
@@ -144,7 +152,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--world", choices=tuple(WORLDS), default="shapes")
     parser.add_argument("--vae", type=Path, help="vae.pt (state and latent statistics) or exported folder")
-    parser.add_argument("--transformer", type=Path, help="transformer.pt: EMA states of transformer and text encoder")
+    parser.add_argument(
+        "--transformer", type=Path, help="transformer.pt (EMA states of transformer and text encoder) or its 8-bit file"
+    )
     parser.add_argument("--scheduler", choices=("euler", "unipc"), default="euler")
     parser.add_argument("--shift", type=float, default=3.0)
     parser.add_argument("--defaults", type=json.loads, default={}, help="request fields of the folder, JSON")
@@ -160,7 +170,7 @@ def main() -> None:
         torch.nn.init.normal_(transformer.proj_out.weight, std=0.02)
     else:
         vae = load_vae(arguments.vae, world)
-        trained = torch.load(arguments.transformer, map_location="cpu")
+        trained = load_trained(arguments.transformer)
         transformer.load_state_dict(trained["transformer"])
         text_encoder.load_state_dict(trained["text_encoder"])
     scheduler = build_scheduler(arguments.scheduler, arguments.shift)

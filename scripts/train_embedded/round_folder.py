@@ -79,18 +79,21 @@ def main() -> None:
     kinds.add_argument("--streams", action="store_true")
     kinds.add_argument("--lora", action="store_true")
     parser.add_argument("--rotate", action="store_true", help="rows of linear layers, in groups (convrot)")
-    parser.add_argument("--clips", type=int, default=24)
+    parser.add_argument("--share", type=float, default=1.0, help="of a LoRA's numbers that are kept, 0 to 1")
+    parser.add_argument("--clips", type=int, default=24, help="0: every weight to the nearest")
     parser.add_argument("--size", type=int, default=128, help="pixels a side of the clips")
     arguments = parser.parse_args()
     if arguments.target.resolve() == arguments.source.resolve():
         parser.error("OUT: expected another folder than FOLDER")
     if arguments.lora:
-        write_lora(arguments.source, arguments.target)
+        write_lora(arguments.source, arguments.target, arguments.share)
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        moments = moments_of(
-            arguments.source, arguments.world, arguments.clips, arguments.size, device, streams=arguments.streams
-        )
+        moments = None
+        if arguments.clips > 0:
+            moments = moments_of(
+                arguments.source, arguments.world, arguments.clips, arguments.size, device, streams=arguments.streams
+            )
         write_folder(arguments.source, arguments.target, moments, rotates=arguments.rotate)
     size = sum(path.stat().st_size for path in arguments.target.rglob("*") if path.is_file())
     print(f"{arguments.target}: {size / 1e6:.1f} MB")

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from diffusion_runtime.quality.emoji import scene as emoji_scene
 from diffusion_runtime.quality.emoji.attributes import MOTION_NAMES, SCENE_NAMES
 from diffusion_runtime.quality.emoji.things import THINGS
 from diffusion_runtime.quality.shapes.scene import (
@@ -38,6 +39,9 @@ RECORDS: dict[str, dict[str, Any]] = {
             "things": len(THINGS),
             "scenes": SCENE_NAMES,
             "motions": MOTION_NAMES,
+            "radius_half_sides": {"one_object": emoji_scene.RADIUS_ONE, "two_objects": emoji_scene.RADIUS_TWO},
+            "travel_half_sides": {"one_object": emoji_scene.TRAVEL_ONE, "two_objects": emoji_scene.TRAVEL_TWO},
+            "grid_half_sides": emoji_scene.GRID,
             "held_out_combinations": len(THINGS) * len(SCENE_NAMES),
             "combinations": len(THINGS) * len(SCENE_NAMES) * len(MOTION_NAMES),
             "pictures": "Noto Color Emoji 2.042, Copyright 2013 to 2023 Google Inc., SIL Open Font License 1.1",
@@ -86,7 +90,8 @@ def main() -> None:
     parser.add_argument("--notes", type=Path, required=True, help="hardware, versions, what each stage was, as JSON")
     arguments = parser.parse_args()
     vae = read_lines(arguments.vae_log)
-    latents = next(line for line in vae if line.get("event") == "latents")
+    # Of train_vae, or of train_decoder, which leaves the latents as they are.
+    end = next(line for line in vae if line.get("event") in ("latents", "saved"))
     results = [result_of(path) for path in arguments.accuracy]
     if arguments.sweep is not None:
         results[0]["sweep"] += json.loads(arguments.sweep.read_text())
@@ -105,13 +110,13 @@ def main() -> None:
         **json.loads(arguments.notes.read_text()),
         "data": RECORDS[arguments.world]["data"],
         "vae": {
-            "steps": latents["step"],
-            "seconds": latents["seconds"],
-            "curve": curve(vae, ("step", "seconds", "loss", "kl")),
+            "steps": end["step"],
+            "seconds": end["seconds"],
+            "curve": curve(vae, ("step", "seconds", "loss", "kl", "psnr", "things")),
             "sharpness": [
                 {key: value for key, value in line.items() if key != "event"}
                 for line in vae
-                if line.get("event") == "sharpness"
+                if line.get("event") in ("sharpness", "after") and "bucket" in line
             ],
             "reconstructions": {
                 f"{line['num_frames']}x{line['size']}": compact(line["accuracy"])

@@ -221,9 +221,10 @@ def test_a_narrow_layer_takes_no_default_that_compiles_and_says_so() -> None:
     narrow = decision(hopper, 4)
     assert narrow.backend == "torch_sdpa"
     line = narrow.log_line("self", hopper)
-    assert line.endswith("; fa: passed over as a default, a layer of at most 256 numbers per token repays no compiling")
+    assert line.endswith("; fa: passed over as a default, a layer of at most 384 numbers per token repays no compiling")
     assert [name for name, _ in narrow.rejected] == ["fa"]
-    assert decision(hopper, 5).backend == "fa"
+    assert decision(hopper, 6).backend == "torch_sdpa"
+    assert decision(hopper, 7).backend == "fa"
     assert decision(hopper, 4, "fa").backend == "fa"
     # Its kernels came compiled; and what is not installed is not passed over.
     assert decision(cuda((9, 0), "flash-attn"), 4).backend == "fa"

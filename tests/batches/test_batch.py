@@ -89,7 +89,7 @@ def test_a_batch_that_is_killed_goes_on_and_makes_nothing_twice(
     found = manifest(tmp_path)
     assert sorted(line["id"] for line in found) == sorted(row["id"] for row in rows)
     assert results(tmp_path) == {line["id"]: line["sha256"] for line in found}
-    assert {line["attention_report"]["num_calls"] for line in found} == {24}
+    assert {line["attention_report"]["num_calls"] for line in found} == {20}
     (failure,) = map(json.loads, (tmp_path / "out" / "failures.jsonl").read_text().splitlines())
     assert (failure["id"], failure["row"], failure["kind"]) == ("bad", 9, "RequestError")
     assert not list((tmp_path / "out").glob(".*.partial"))

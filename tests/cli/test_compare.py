@@ -32,7 +32,7 @@ from diffusion_runtime.profiling.instruments import timed_attention, watched_lat
 from diffusion_runtime.report.attention_density import LayerDensity
 
 PROMPTS = ("a red circle moving left", "a blue star")
-SIZE = ("--preset", "draft", "--num-frames", "5", "--device", "cpu")
+SIZE = ("--model-path", "shapes", "--preset", "draft", "--num-frames", "5", "--device", "cpu")
 SHARED = ("compare", "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], *SIZE, "--num-inference-steps", "4")
 SPARSE = "sparse: --attention-backend video_sparse_attn --attention-config.default.extra.sparsity 0.75"
 REQUEST: dict[str, Any] = {"height": 128, "width": 128, "num_frames": 5, "num_inference_steps": 4}

@@ -56,7 +56,7 @@ def test_a_broken_package_that_nobody_asked_for_is_a_problem_and_no_failure(tmp_
     said = " ".join(result.out.split())
     assert "1. package sageattention 1.0.6 is installed and cannot be imported: OSError: libbroken.so" in said
     assert "fix: pip uninstall sageattention, or again: pip install 'diffusion-runtime[sage]'" in said
-    assert "embedded model whole, 6,988,608 parameters" in said
+    assert "embedded model whole, 11,281,728 parameters" in said
     assert "ffmpeg" in said
     assert any(line.split()[:3] == ["torch_sdpa", "fp32", "19/19"] for line in result.out.splitlines())
     assert max(len(line) for line in result.out.splitlines() if "fix:" not in line) <= 80

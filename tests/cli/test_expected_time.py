@@ -68,7 +68,7 @@ def test_figures_hold_for_equal_settings_of_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DIFFUSION_RUNTIME_CACHE", str(tmp_path))
-    prepared = prepare(RuntimeConfig(device="cpu"), is_dry_run=True)
+    prepared = prepare(RuntimeConfig("shapes", device="cpu"), is_dry_run=True)
     recipe, rules = prepared.description.to_dict(), prepared.rules
     asked = GenerationRequest("a ring", height=64, width=64, num_frames=5, num_inference_steps=10)
     request = rules.resolve(asked)
@@ -182,7 +182,7 @@ def test_the_benchmark_of_an_advice_is_of_the_same_request(
     """`how_of` depends on all that --set tells it, files and prompts of later times included."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 64)).save("first.png")
-    prepared = prepare(RuntimeConfig(device="cpu"), is_dry_run=True)
+    prepared = prepare(RuntimeConfig("shapes", device="cpu"), is_dry_run=True)
     recipe, rules = prepared.description.to_dict(), prepared.rules
     size = {"height": 64, "width": 64, "num_frames": values["num_frames"]}
     request = rules.resolve(GenerationRequest("a ring", **(size | values)))

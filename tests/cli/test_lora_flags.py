@@ -103,29 +103,37 @@ def test_the_shipped_lora_goes_by_its_name_everywhere(command: Command) -> None:
         "low_noise=a.safetensors: no such file. Give a file or a folder on this machine, or the hub's ORG/NAME"
         in missing.said
     )
+    assert command("info", "emoji-fast", "--json").json["families"] == ["Wan"]
     refused = command("generate", "a ring", "--dry-run", "--lora", "shapes_fast")
     assert (refused.code, "no such file. Did you mean 'shapes-fast'?" in refused.said) == (1, True), refused.said
 
 
 def test_preset_fast_brings_its_lora_once(command: Command, tiny_wan_folder: Path) -> None:
     dry = ("generate", "a ring", "--dry-run", "--preset", "fast")
-    for given, expected in (
-        ((), [("shapes-fast", 1.0)]),
-        (("--lora", "shapes-fast@0.5"), [("shapes-fast", 0.5)]),
-        (("--lora", str(lora_path("shapes-fast"))), [(str(lora_path("shapes-fast")), 1.0)]),
+    of_shapes, of_emoji = [1.0, 0.984, 0.952, 0.87], [1.0, 0.977, 0.933, 0.824]
+    for given, expected, sigmas in (
+        (("--model-path", "shapes"), [("shapes-fast", 1.0)], of_shapes),
+        (("--model-path", "shapes", "--lora", "shapes-fast@0.5"), [("shapes-fast", 0.5)], of_shapes),
+        (
+            ("--model-path", "shapes", "--lora", str(lora_path("shapes-fast"))),
+            [(str(lora_path("shapes-fast")), 1.0)],
+            of_shapes,
+        ),
+        (("--model-path", "emoji"), [("emoji-fast", 1.0)], of_emoji),
     ):
         found = command(*dry, *given, "--json")
         values = found.json
         assert [(lora["path"], lora["scale"]) for lora in values["runtime"]["lora"]] == expected
         request = values["items"][0]["request"]
         # The levels are as they run, whatever shift the model's own schedule has.
-        assert (request["sigmas"], request["flow_shift"]) == ([1.0, 0.984, 0.952, 0.87], 1.0)
+        assert (request["sigmas"], request["flow_shift"]) == (sigmas, 1.0)
         assert values["items"][0]["remarks"] == []
         assert "warning" not in found.err
     for elsewhere in (("--model-path", str(tiny_wan_folder)), ("--backend", "diffusers")):
         refused = command(*dry, *elsewhere)
         assert refused.code == 2
-        assert "'fast' is for the embedded model alone (--model-path shapes, native)" in refused.said, refused.said
+        expected = "'fast' is for the embedded models alone (--model-path shapes or emoji, native)"
+        assert expected in refused.said, refused.said
         assert "LoRA" not in refused.said
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from cli_support import REPOSITORY, Command, process_environment
 
-from diffusion_runtime.models.model_sources import EMBEDDED_FOLDER
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from diffusion_runtime.models.published import PublishedModel, published_models
 from diffusion_runtime.models.sampling_presets import sampling_presets
 
@@ -43,11 +43,15 @@ def test_json_says_what_each_needs(command: Command) -> None:
     row = next(row for row in answer["models"] if row["name"] == "wan2.2-t2v-a14b")
     assert row["weights_gb"]["float32"] == 2 * row["weights_gb"]["bfloat16"]
     assert {"draft", "lightning-4", "turbowan-4"} <= set(row["presets"])
-    # The one preset that is a single model's.
-    assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["shapes"]
+    # Presets of single models.
+    assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["shapes", "emoji"]
     # Of the embedded models, what `--preset` takes: no published few-step model has their numbers of steps.
-    embedded = {row["name"]: row["presets"] for row in answer["models"] if row["name"].startswith("shapes")}
-    assert embedded == {"shapes": ["draft", "default", "large", "fast"], "shapes-causal": ["draft", "default"]}
+    embedded = {row["name"]: row["presets"] for row in answer["models"] if row["model_path"] == row["name"]}
+    assert embedded == {
+        "shapes": ["draft", "default", "large", "fast"],
+        "shapes-causal": ["draft", "default"],
+        "emoji": ["draft", "default", "fast"],
+    }
     (lightning,) = [
         preset for preset in answer["sampling_presets"] if (preset["family"], preset["name"]) == ("wan", "lightning-4")
     ]
@@ -98,10 +102,11 @@ def test_configs_are_made_from_what_the_package_knows() -> None:
     assert set(files) == {f"{model.name}.yaml" for model in published_models()}
 
 
-def test_the_embedded_models_numbers_are_its_files() -> None:
-    model = next(model for model in published_models() if model.model_path == "shapes")
+@pytest.mark.parametrize("name", EMBEDDED_FOLDERS)
+def test_the_embedded_models_numbers_are_their_files(name: str) -> None:
+    model = next(model for model in published_models() if model.model_path == name)
     for component, billions in model.parameters:
-        assert billions == pytest.approx(1e-9 * _num_stored(EMBEDDED_FOLDER / component), rel=0.02)
+        assert billions == pytest.approx(1e-9 * _num_stored(EMBEDDED_FOLDERS[name] / component), rel=0.02)
 
 
 def _num_stored(folder: Path) -> int:

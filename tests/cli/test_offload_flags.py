@@ -26,7 +26,9 @@ def test_the_plan_is_shown_and_what_does_not_fit_is_refused(command: Command, ti
     larger = command(*generate, "--dry-run", "--num-frames", "161", "--json").json["memory"]
     assert larger["activations"]["denoise"] > 5 * memory["activations"]["denoise"] / 4
     small = ("--height", "64", "--width", "64", "--num-frames", "5", "--num-inference-steps", "1")
-    made = command("generate", "a star", "--device", "cpu", "--memory-limit", "36MB", *small, "--json").json
+    made = command(
+        "generate", "a star", "--model-path", "shapes", "--device", "cpu", "--memory-limit", "36MB", *small, "--json"
+    ).json
     (item,) = made["items"]
     assert any("layers (none would take" in note and "read from its files" in note for note in notes_of(item))
     assert {"import", "read", "text", "denoise", "decode", "move", "write"} <= item["timings"].keys()

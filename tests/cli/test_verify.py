@@ -192,7 +192,7 @@ def test_given_files_take_the_place_of_those_named(tmp_path: Path) -> None:
     }
     config = config_of(recipe, given, None, "cpu")
     assert [(each.path, each.scale) for each in config.lora] == [(str(weights), 0.5), ("shapes-fast", 1.0)]
-    expected = RuntimeConfig(model_path="shapes", dtype="bfloat16", device="cpu", offline=True, lora=config.lora)
+    expected = RuntimeConfig(dtype="bfloat16", device="cpu", offline=True, lora=config.lora)
     assert dataclasses.asdict(config) == dataclasses.asdict(expected)
     request = request_of(recipe, given)
     assert request == GenerationRequest("x", image_path=str(image), frame_conditions=((4, str(image), 0.5),))

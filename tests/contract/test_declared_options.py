@@ -123,7 +123,7 @@ assert schema["anyOf"] == [{"enum": ["none", "film", False]}, {"type": "null"}]
 assert output_identity({"runtime": {"grain": "film"}}) != output_identity({"runtime": {}})
 assert _build_runtime(Flags(), FileConfig(), {"runtime": {"grain": "film"}}) == film
 assert written_options(film) == {"grain": "film"}
-assert _runtime_config("shapes", {"grain": "film"}) == film
+assert _runtime_config(film.model_path, {"grain": "film"}) == film
 assert "grain" in _SETTINGS
 assert pipeline_combinations()[-1].pair == ("diffusers' own pipeline", "`grain`")
 with pytest.raises(ConfigError, match="^grain: film: there is none; leave out --grain$"):

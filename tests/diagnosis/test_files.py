@@ -22,14 +22,14 @@ def test_the_embedded_model_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "fa3")
     check = check_model()
     assert check.error == ""
-    assert check.num_parameters == 6_988_608
+    assert check.num_parameters == 11_281_728
     assert check.num_bytes > check.num_parameters
     assert model_problems(check) == []
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(EMBEDDED_FOLDER, tmp_path / "shapes"))
+    return Path(shutil.copytree(EMBEDDED_FOLDER, tmp_path / "emoji"))
 
 
 def test_a_truncated_file(copied: Path) -> None:

@@ -301,7 +301,7 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(("dim", "is_eager"), [(256, True), (257, False)])
+@pytest.mark.parametrize(("dim", "is_eager"), [(384, True), (385, False)])
 def test_a_narrow_layer_on_a_gpu_compiles_nothing_unless_it_is_asked_to(
     monkeypatch: pytest.MonkeyPatch, dim: int, is_eager: bool
 ) -> None:
@@ -327,7 +327,7 @@ def test_a_narrow_layer_on_a_gpu_compiles_nothing_unless_it_is_asked_to(
     assert len(asked) == (2 if is_eager else 3)
 
 
-@pytest.mark.parametrize(("apply", "widest"), [(sigmoid_mul, 256), (silu_mul, 4 * 256)])
+@pytest.mark.parametrize(("apply", "widest"), [(sigmoid_mul, 384), (silu_mul, 4 * 384)])
 def test_gates_of_narrow_layers_are_eager(
     monkeypatch: pytest.MonkeyPatch, apply: Callable[..., torch.Tensor], widest: int
 ) -> None:

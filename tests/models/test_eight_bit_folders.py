@@ -22,7 +22,7 @@ from diffusion_runtime.loading import prepare
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.weights.tensor_files import SafetensorsFile
 from diffusion_runtime.weights.weight_files import QUANTIZATION_METADATA
-from scripts.train_embedded.eight_bits import LORA, WEIGHTS, write_folder, write_lora
+from scripts.train_embedded.eight_bits import LORA, WEIGHTS, shortened, write_folder, write_lora
 
 CONFIG = Path("transformer") / "config.json"
 
@@ -134,3 +134,17 @@ def test_a_lora_in_eight_bits_is_read_as_others(folders: tuple[Path, Path], tmp_
     pipeline.set_loras([])
     for name, value in pipeline.transformer.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_shortened_lora_keeps_the_largest_parts_of_its_products() -> None:
+    torch.manual_seed(4)
+    wide, narrow = torch.linalg.qr(torch.randn(64, 8)).Q, torch.linalg.qr(torch.randn(32, 8)).Q
+    # One layer that nearly is of rank 1, one with eight equal parts; columns are mixed, so no factor shows it.
+    mixes = torch.linalg.qr(torch.randn(8, 8)).Q, torch.linalg.qr(torch.randn(8, 8)).Q
+    strengths = torch.tensor([9.0, *[0.1] * 7]), torch.full((8,), 2.0)
+    pairs = [(mix.T @ narrow.T, wide * each @ mix) for mix, each in zip(mixes, strengths, strict=True)]
+    (one, eight) = shortened(pairs, 0.5)
+    assert (len(one[0]), len(eight[0])) == (1, 7)
+    for (down, up), (before_down, before_up), lost in zip((one, eight), pairs, (0.07**0.5, 2.0), strict=True):
+        assert float((up @ down - before_up @ before_down).norm()) == pytest.approx(lost, rel=1e-3)
+    assert shortened(pairs, 1.0) == pairs

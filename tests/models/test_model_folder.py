@@ -87,14 +87,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 # --- here -------------------------------------------------------------------------------------------------------------
 
 
-def test_shapes_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shapes").mkdir()
+def test_emoji_is_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "emoji").mkdir()
     monkeypatch.chdir(tmp_path)
     if (EMBEDDED_FOLDER / "model_index.json").exists():
-        assert resolve_model_folder("shapes") == EMBEDDED_FOLDER
+        assert resolve_model_folder("emoji") == EMBEDDED_FOLDER
     else:
         with pytest.raises(ModelLoadError, match="install diffusion-runtime again"):
-            resolve_model_folder("shapes")
+            resolve_model_folder("emoji")
 
 
 def test_a_folder_is_taken_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_model_the_hub_does_not_have(tmp_path: Path, hub: str) -> None:
     (tmp_path / "elsewhere" / "owner" / "tinier").mkdir(parents=True)
     said = resolve_in_subprocess("owner/tinyer", tmp_path, hub)
     assert said.startswith("ModelLoadError: there is no folder owner/tinyer here and no such model on the hub")
-    assert "'shapes' for the embedded model" in said
+    assert "'emoji' for the embedded model" in said
     assert "Did you mean 'tinier'?" in said
 
 
@@ -180,4 +180,4 @@ def test_a_hub_id_without_a_network_says_what_to_type(tmp_path: Path, offline: b
     said = resolve_in_subprocess("owner/tiny", tmp_path, "http://127.0.0.1:9", offline=offline)
     assert said.startswith("ModelLoadError: owner/tiny is neither a folder here nor whole in the hub's cache")
     assert why in said
-    assert "'shapes' for the embedded model, which needs no network" in said
+    assert "'emoji' for the embedded model, which needs no network" in said

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from scripts.train_embedded.clip_vae import WholeClipVae
 from scripts.train_embedded.decoder_graphs import DecoderGradients, decibels
 from scripts.train_embedded.decoder_pool import POOL_BATCHES, REFRESH_EVERY, DecoderPool, empty_batch
@@ -16,7 +17,7 @@ from scripts.train_embedded.train_vae import clip_to_frames, measure_sharpness, 
 from scripts.train_embedded.vae_buckets import Bucket
 from scripts.train_embedded.world import EMOJI
 
-VAE = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state" / "vae.safetensors"
+VAE = EMBEDDED_FOLDERS["emoji"]
 BUCKET = Bucket(5, 32, 1, 1.0)
 
 
@@ -61,7 +62,7 @@ def test_a_step_changes_the_decoder_alone(training: DecoderTraining, tmp_path: P
     assert changed == {"decoder", "post_quant_conv"}
     training.save(tmp_path / "vae.pt")
     kept = load_vae(tmp_path / "vae.pt", EMOJI)
-    assert kept.config.latents_mean == load_vae(VAE, EMOJI).config.latents_mean
+    assert kept.config.latents_mean == load_vae(VAE).config.latents_mean
     average = dict(zip(map(id, training.parameters), training.average.values, strict=True))
     for (name, value), parameter in zip(kept.named_parameters(), training.module.parameters(), strict=True):
         assert torch.equal(value, average.get(id(parameter), parameter)), name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from random import Random
 
 import torch
@@ -22,9 +21,9 @@ from diffusion_runtime.quality.emoji.detector import Detector, load_detector
 from diffusion_runtime.quality.emoji.judge import Reading, Verdict, judge, read_clips, read_motion
 from diffusion_runtime.quality.emoji.scene import MAX_OBJECTS, SceneBatch, SceneSettings, sample_scenes
 from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
+from diffusion_runtime.quality.worlds import EMOJI_DETECTOR
 from scripts.emoji.render import render, render_slots
 
-STATE = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state"
 FRAMES, SIZE = 29, 128
 
 
@@ -34,7 +33,7 @@ def scenes_of(count: int, two: float = 0.0, *, held_out: bool = False, seed: int
 
 @cache
 def detector() -> Detector:
-    return load_detector(STATE / "detector.safetensors", "cpu")
+    return load_detector(EMOJI_DETECTOR, "cpu")
 
 
 @cache

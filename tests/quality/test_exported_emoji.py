@@ -12,12 +12,13 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
 from diffusion_runtime import GenerationRequest, load_pipeline
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from scripts.train_embedded.architecture import build_text_encoder, build_tokenizer, build_transformer
 from scripts.train_embedded.eight_bits import write_folder
 from scripts.train_embedded.export import build_scheduler, export_folder, load_component, load_vae
 from scripts.train_embedded.world import EMOJI
 
-STATE = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state"
+FOLDER = EMBEDDED_FOLDERS["emoji"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformer = build_transformer(EMOJI.sizes)
     torch.nn.init.normal_(transformer.proj_out.weight, std=0.02)
     text_encoder = build_text_encoder(len(build_tokenizer(EMOJI.words())), EMOJI.sizes)
-    place, vae = tmp_path_factory.mktemp("emoji") / "emoji", load_vae(STATE / "vae.safetensors", EMOJI)
+    place, vae = tmp_path_factory.mktemp("emoji") / "emoji", load_vae(FOLDER)
     scheduler, steps = build_scheduler("unipc", 12.0), {"num_inference_steps": 10}
     wide = place.with_name("wide")
     export_folder(wide, vae, transformer, text_encoder, scheduler, EMOJI, defaults=steps)

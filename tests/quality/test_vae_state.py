@@ -1,4 +1,4 @@
-"""The VAE of `emoji` that is kept, how states are stored in 8 bits, and how a narrow VAE is widened."""
+"""The VAE of `emoji` in the package, how states are stored in 8 bits, and how a narrow VAE is widened."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from scripts.train_embedded import eight_bits
 from scripts.train_embedded.architecture import (
     EMOJI_SIZES,
@@ -26,12 +27,12 @@ from scripts.train_embedded.vae_buckets import Bucket
 from scripts.train_embedded.widen_vae import widen
 from scripts.train_embedded.world import EMOJI
 
-STATE = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state"
+FOLDER = EMBEDDED_FOLDERS["emoji"]
 
 
 @torch.no_grad()
-def test_the_kept_vae_reconstructs_an_unseen_picture_and_clip() -> None:
-    vae = WholeClipVae(load_vae(STATE / "vae.safetensors", EMOJI))
+def test_the_vae_of_emoji_reconstructs_an_unseen_picture_and_clip() -> None:
+    vae = WholeClipVae(load_vae(FOLDER))
     for bucket, bound in ((Bucket(1, 256, 2, 1.0), 28.0), (Bucket(5, 128, 2, 1.0), 23.0)):
         clip, _ = training_clips(bucket, torch.Generator().manual_seed(8), world=EMOJI)
         error = (vae.decode(vae.encode(clip)[0]).clamp(-1, 1) - clip) / 2

@@ -18,8 +18,6 @@ from diffusion_runtime.quality.emoji.scene import SceneSettings, sample_scenes
 from diffusion_runtime.quality.worlds import WORLDS, proportions, wanted_of
 from scripts.emoji.render import render
 
-DETECTOR = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state" / "detector.safetensors"
-
 
 def test_prompts_of_emoji_are_read_as_they_were_written() -> None:
     random = Random(5)
@@ -51,13 +49,6 @@ def test_other_words_and_orders_are_not_read(prompt: str) -> None:
     assert read_prompt(prompt) is None
 
 
-@pytest.fixture
-def with_detector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "EMOJI_DETECTOR", DETECTOR)
-    worlds._detector.cache_clear()
-
-
-@pytest.mark.usefixtures("with_detector")
 def test_clips_are_judged_by_what_their_prompt_names() -> None:
     scenes = sample_scenes(3, torch.Generator().manual_seed(3), SceneSettings(two_object_fraction=0.5))
     verdicts, others = [], []
@@ -103,7 +94,6 @@ def test_an_unknown_prompt_set_lists_those_that_can_be_used(
     assert said in str(refused.value)
 
 
-@pytest.mark.usefixtures("with_detector")
 def test_prompt_sets_are_of_the_world_that_is_named() -> None:
     for name in WORLDS:
         requests = requests_of_set([_request(without_prompts(Flags(), f"{name}:7:1"))], f"{name}:7:1")

@@ -27,7 +27,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "key").write_text(f"{KEY}\n")
     keys = ("--api-key-file", str(folder / "key"), "--admin-key-file", str(folder / "key"))
-    with running_server(folder / "storage", *keys, "--named-lora", "quick=shapes-fast") as server:
+    with running_server(folder / "storage", *keys, "--named-lora", "quick=emoji-fast") as server:
         yield server
 
 
@@ -60,12 +60,12 @@ def sglang() -> Any:
 def test_litellm_makes_images_and_videos(litellm: Any, server: RunningServer) -> None:
     address = {"api_base": f"{server.address}/v1", "api_key": KEY}
     options = {"size": "64x64", "extra_body": {"num_inference_steps": 2, "seed": 7}}
-    answer = litellm.image_generation(prompt="a ring", model="openai/shapes", n=2, **options, **address)
+    answer = litellm.image_generation(prompt="a ring", model="openai/emoji", n=2, **options, **address)
     pictures = [Image.open(io.BytesIO(base64.b64decode(each.b64_json))) for each in answer.data]
     assert {(picture.format, picture.size) for picture in pictures} == {("PNG", (64, 64))}
     video = litellm.video_generation(
         prompt="a ring",
-        model="hosted_vllm/shapes",
+        model="hosted_vllm/emoji",
         size="64x64",
         extra_body={"num_frames": 5, "num_inference_steps": 2, "attention": {"default": {"backend": "torch_sdpa"}}},
         **address,

@@ -213,7 +213,7 @@ def test_requests_choose_lora_files_by_name_and_presets_that_bring_one(http: htt
     ]
     ids = [http.post("/v1/videos", json=body).json()["id"] for body in bodies]
     made = [finished(http, each)["sha256"] for each in ids]
-    of_file, fast = {"lora": ("shapes-fast",), "seed": 1}, {"num_inference_steps": None, "preset": "fast"}
+    of_file, fast = {"lora": ("emoji-fast",), "seed": 1}, {"num_inference_steps": None, "preset": "fast"}
     assert made[0] == expected_sha256(tmp_path, seed=1)
     assert made[1] == made[3] == expected_sha256(tmp_path, **of_file)
     assert made[2] == expected_sha256(tmp_path, **of_file, **fast)
@@ -339,7 +339,7 @@ def test_a_client_that_leaves_an_images_call_cancels_it(server: RunningServer, h
 
 def test_our_client_makes_waits_and_explains(server: RunningServer, tmp_path: Path) -> None:
     with Client(server.address) as client:
-        assert client.models()[0]["id"] == "shapes"
+        assert client.models()[0]["id"] == "emoji"
         video = client.wait(client.create_video(PROMPT, seed=7, **SMALL)["id"])
         client.download(video["id"], tmp_path / "clip.mp4")
         assert hashlib.sha256((tmp_path / "clip.mp4").read_bytes()).hexdigest() == video["sha256"]
@@ -454,8 +454,8 @@ def test_the_examples_of_the_page_run(
     for block in of_page:
         if block.language == "python":
             exec(compile(block.text.replace(SERVER, server.address), block.place, "exec"), {})
-            assert Path("circle.mp4").read_bytes()[4:8] == b"ftyp"
-            Path("circle.mp4").unlink()
+            assert Path("fox.mp4").read_bytes()[4:8] == b"ftyp"
+            Path("fox.mp4").unlink()
             ran += 1
         for words in block.command_lines() if block.language == "sh" else ():
             if words[0] == "curl":
