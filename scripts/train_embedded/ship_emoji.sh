@@ -3,8 +3,8 @@
 #
 #   FROM=FOLDER scripts/train_embedded/ship_emoji.sh [model] [fast] [records] [pictures]     # all of them by default
 #
-# FROM holds transformer.pt or .safetensors, vae.pt or .safetensors, vae_log.jsonl, transformer_log.jsonl (and
-# continued_log.jsonl and more_log.jsonl, where there are any), accuracy.json, sweep.json, notes.json; of the LoRA fast.safetensors, *fast_log.jsonl,
+# FROM holds transformer.pt or .safetensors, vae.pt or .safetensors, transformer_log.jsonl (and, where there are any,
+# continued_log.jsonl, more_log.jsonl, vae_log.jsonl, sweep.json), accuracy.json, notes.json; of the LoRA fast.safetensors, *fast_log.jsonl,
 # fast_accuracy.json, fast_notes.json. What is missing is said, and nothing after it is written.
 #
 # Environment: STEPS=12 GUIDANCE=2.0 SHIFT=14 as the sweep chose; CLIPS=24, of which weights are rounded: 0 for to the
@@ -36,14 +36,16 @@ fast() {   # the LoRA and its record, then in 8 bits
 }
 
 records() {   # TRAINING.json and the map of previews
-    local vae accuracy sweep notes logs=() each
-    vae=$(first vae_log.jsonl) accuracy=$(first accuracy.json) sweep=$(first sweep.json) notes=$(first notes.json)
+    local accuracy notes logs=() more=() each
+    accuracy=$(first accuracy.json) notes=$(first notes.json)
+    if [ -e "$FROM/vae_log.jsonl" ]; then more+=(--vae-log "$FROM/vae_log.jsonl"); fi
+    if [ -e "$FROM/sweep.json" ]; then more+=(--sweep "$FROM/sweep.json"); fi
     first transformer_log.jsonl > /dev/null
     for each in transformer continued more; do
         if [ -e "$FROM/${each}_log.jsonl" ]; then logs+=("$FROM/${each}_log.jsonl"); fi
     done
-    "$PYTHON" -m $here.training_record $ASSETS/emoji --world emoji --vae-log "$vae" --logs "${logs[@]}" \
-        --accuracy "$accuracy" --sweep "$sweep" --notes "$notes"
+    "$PYTHON" -m $here.training_record $ASSETS/emoji --world emoji --logs "${logs[@]}" \
+        --accuracy "$accuracy" --notes "$notes" "${more[@]}"
     "$PYTHON" scripts/fit_preview.py emoji --world emoji --clips "${PREVIEW_CLIPS:-48}"
 }
 

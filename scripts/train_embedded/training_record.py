@@ -78,20 +78,37 @@ def result_of(path: Path) -> dict[str, Any]:
     return {"chosen": held[0]["setting"], "final": held, "sweep": []} if isinstance(held, list) else dict(held)
 
 
+def vae_record(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The training of a VAE, of the log of train_vae, or of train_decoder, which leaves the latents as they are."""
+    end = next(line for line in lines if line.get("event") in ("latents", "saved"))
+    return {
+        "steps": end["step"],
+        "seconds": end["seconds"],
+        "curve": curve(lines, ("step", "seconds", "loss", "kl", "psnr", "things")),
+        "sharpness": [
+            {key: value for key, value in line.items() if key != "event"}
+            for line in lines
+            if line.get("event") in ("sharpness", "after") and "bucket" in line
+        ],
+        "reconstructions": {
+            f"{line['num_frames']}x{line['size']}": compact(line["accuracy"])
+            for line in lines
+            if line.get("event") == "reconstruction"
+        },
+    }
+
+
 def main() -> None:
     """Write FOLDER/TRAINING.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--vae-log", type=Path, required=True)
+    parser.add_argument("--vae-log", type=Path, help="without it the notes alone say how the VAE was trained")
     parser.add_argument("--logs", type=Path, nargs="+", required=True, help="one log a stage of the transformer")
     parser.add_argument("--accuracy", type=Path, nargs="+", required=True, help="results of finalise, or of evaluate")
     parser.add_argument("--sweep", type=Path, help="results of evaluate over settings")
     parser.add_argument("--world", choices=tuple(RECORDS), default="shapes")
     parser.add_argument("--notes", type=Path, required=True, help="hardware, versions, what each stage was, as JSON")
     arguments = parser.parse_args()
-    vae = read_lines(arguments.vae_log)
-    # Of train_vae, or of train_decoder, which leaves the latents as they are.
-    end = next(line for line in vae if line.get("event") in ("latents", "saved"))
     results = [result_of(path) for path in arguments.accuracy]
     if arguments.sweep is not None:
         results[0]["sweep"] += json.loads(arguments.sweep.read_text())
@@ -109,21 +126,7 @@ def main() -> None:
         },
         **json.loads(arguments.notes.read_text()),
         "data": RECORDS[arguments.world]["data"],
-        "vae": {
-            "steps": end["step"],
-            "seconds": end["seconds"],
-            "curve": curve(vae, ("step", "seconds", "loss", "kl", "psnr", "things")),
-            "sharpness": [
-                {key: value for key, value in line.items() if key != "event"}
-                for line in vae
-                if line.get("event") in ("sharpness", "after") and "bucket" in line
-            ],
-            "reconstructions": {
-                f"{line['num_frames']}x{line['size']}": compact(line["accuracy"])
-                for line in vae
-                if line.get("event") == "reconstruction"
-            },
-        },
+        **({"vae": vae_record(read_lines(arguments.vae_log))} if arguments.vae_log else {}),
         "transformer": [{"curve": curve(read_lines(path), TRANSFORMER_COLUMNS)} for path in arguments.logs],
         "prompt_accuracy": [
             {"frames_x_size": line["shape"]}

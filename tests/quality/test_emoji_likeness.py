@@ -21,7 +21,7 @@ from scripts.emoji.render import poses, render
 from scripts.train_embedded.likeness import figures
 
 COUNT, SIZE = 6, 256
-DETECTOR = Path(__file__).parents[2] / "scripts" / "train_embedded" / "emoji_state" / "detector.safetensors"
+DETECTOR = Path(__file__).parents[2] / "diffusion_runtime" / "assets" / "emoji_judge" / "detector.safetensors"
 
 
 @cache
