@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ import torch
 
 from diffusion_runtime import GenerationRequest, RuntimeConfig
 from diffusion_runtime.core.memory_size import size_text
+from diffusion_runtime.core.model_folder import ModelFolder
 from diffusion_runtime.errors import ConfigError, DeviceMemoryError
 from diffusion_runtime.loading import memory_planning, prepare
-from diffusion_runtime.loading.memory_planning import PlannedDemand, fitting_offloads, plan_memory
+from diffusion_runtime.loading.memory_planning import (
+    PlannedDemand,
+    fitting_offloads,
+    may_exceed_the_machine,
+    plan_memory,
+)
 from diffusion_runtime.loading.native_model import PreparedModel
 from diffusion_runtime.memory.plan import MemoryDemand, MemoryPlan, PartSize
 
@@ -107,7 +114,7 @@ def test_a_model_beyond_the_machine_says_so_before_it_is_loaded(
     free: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory_planning, "free_in_machine", lambda: free * 10**6)
-    # Of these sizes, what is above that of the weights' files.
+    # Its files have 8.6 MB: activations are two thirds of what so small a model takes.
     monkeypatch.setattr(memory_planning, "_LARGE_FACTOR", 12)
     prepared = prepare(RuntimeConfig("shapes", device="cpu"))
     assert isinstance(prepared, PreparedModel)
@@ -125,6 +132,30 @@ def test_a_model_beyond_the_machine_says_so_before_it_is_loaded(
     memory = prepared.planned_for([]).description.memory
     assert memory is not None
     assert dict(memory.rows())["device, at most"] == f"99 MB of {size_text(free * 10**6)} that are free"
+
+
+def test_a_model_whose_weights_alone_take_all_there_is_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(RuntimeConfig("shapes", device="cpu"))
+    assert isinstance(prepared, PreparedModel)
+    model, memory = prepared.model, prepared.planned_for([]).description.memory
+    assert memory is not None
+    demand = memory.demand
+    weights = demand.text.total + demand.transformers[0].total + demand.decoder.total
+    # The files are in 8 bits, and dequantised at load.
+    stored = sum(path.stat().st_size for path in Path(model.folder / "").rglob("*.safetensors"))
+    assert weights > 3 * stored
+    monkeypatch.setattr(memory_planning, "free_in_machine", lambda: weights)
+    assert may_exceed_the_machine(model)
+    # In place of a text encoder of 0.4 MB, one of 0.4 GB.
+    monkeypatch.setattr(memory_planning, "free_in_machine", lambda: 2 * weights)
+    assert not may_exceed_the_machine(model)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(400 * 10**6)
+    assert isinstance(model.folder, ModelFolder)
+    weights_elsewhere = dataclasses.replace(model.weights, folder=model.folder.with_parts({"text_encoder": tmp_path}))
+    assert may_exceed_the_machine(dataclasses.replace(model, weights=weights_elsewhere))
 
 
 def test_what_is_named_where_nothing_fits_does_fit_and_takes_what_is_said() -> None:
