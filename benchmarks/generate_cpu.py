@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.machine import describe_host
 
 REPOSITORY = Path(__file__).parents[1]
-PROMPT = "a whale jumping out of the water in the sea at night"
+PROMPT = "a sailboat moving right on the sea at sunset"
 MIB = 2**20
 
 # name: (what follows the interpreter, seconds that may pass, MiB of peak memory, None for no limit).

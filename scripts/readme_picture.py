@@ -25,14 +25,14 @@ PROMPTS = {
         ("a purple triangle moving down and an orange ring moving up on a gradient background", 0),
     ),
     "emoji": (
-        ("a whale jumping out of the water in the sea at night", 0),
+        ("a sailboat moving right on the sea at sunset", 0),
         ("a fox running left in the snow", 0),
-        ("a racing car driving right on the road at sunset", 0),
+        ("a pizza moving left in the street at sunset", 0),
         ("a rocket flying up and a flying saucer hovering in space", 0),
-        ("two penguins bouncing in a snowy landscape", 0),
-        ("a big dragon flying left in the evening sky", 0),
+        ("two penguins standing still in a snowy landscape", 0),
+        ("a big balloon flying up in the evening sky", 0),
         ("a clown spinning on grass", 0),
-        ("a pumpkin growing in the forest at night", 0),
+        ("a pumpkin growing in the forest at night", 1),
     ),
 }
 SIZE = 176

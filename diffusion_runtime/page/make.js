@@ -9,7 +9,7 @@ const OWN = /^(prompt|model|size|seed|preset|attention|n|width|height|num_frames
 // Images are kept here, and not with the draft: a browser keeps no files from one load to the next.
 const given = { images: [], masks: [] }, added = new Set();
 // The first pattern that matches the model's id decides. The embedded models know few words.
-const EXAMPLES = [[/^shapes/, "a red circle moving left"], [/^/, "a whale jumping out of the water in the sea at night"]];
+const EXAMPLES = [[/^shapes/, "a red circle moving left"], [/^/, "a sailboat moving right on the sea at sunset"]];
 
 export function makeView() {
   const form = el("div.form"), results = el("div.results");

@@ -7,11 +7,11 @@
 # continued_log.jsonl, more_log.jsonl, vae_log.jsonl, sweep.json), accuracy.json, notes.json; of the LoRA fast.safetensors, *fast_log.jsonl,
 # fast_accuracy.json, fast_notes.json. What is missing is said, and nothing after it is written.
 #
-# Environment: STEPS=12 GUIDANCE=2.0 SHIFT=14 as the sweep chose; CLIPS=24, of which weights are rounded: 0 for to the
+# Environment: STEPS=10 GUIDANCE=2.0 SHIFT=14 as the sweep chose; CLIPS=24, of which weights are rounded: 0 for to the
 # nearest, on a slow machine; SHARE=1, of the LoRA's numbers that are kept; PYTHON=python3.
 set -euo pipefail
 : "${FROM:?the folder of what was trained}"
-PYTHON=${PYTHON:-python3} STEPS=${STEPS:-12} GUIDANCE=${GUIDANCE:-2.0} SHIFT=${SHIFT:-14} CLIPS=${CLIPS:-24}
+PYTHON=${PYTHON:-python3} STEPS=${STEPS:-10} GUIDANCE=${GUIDANCE:-2.0} SHIFT=${SHIFT:-14} CLIPS=${CLIPS:-24}
 ASSETS=diffusion_runtime/assets WIDE=${WIDE:-$FROM/emoji16}
 here=scripts.train_embedded
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

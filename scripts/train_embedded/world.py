@@ -106,7 +106,7 @@ EMOJI = World(
         "width": 256,
         "num_frames": 29,
         "fps": 12,
-        "num_inference_steps": 12,
+        "num_inference_steps": 10,
         "guidance_scale": 2.0,
     },
     presets={"draft": {"height": 128, "width": 128, "num_inference_steps": 8}, "default": {}},

@@ -296,9 +296,7 @@ def test_older_results_are_there_and_a_first_one_is_a_click(browser: Page, serve
         page.wait("document.querySelectorAll('.card').length > 30")
         # It is there where nothing was made yet.
         page.read("document.querySelector('.empty button').click()")
-        page.wait(
-            "document.querySelector('.card h2').textContent === 'a whale jumping out of the water in the sea at night'"
-        )
+        page.wait("document.querySelector('.card h2').textContent === 'a sailboat moving right on the sea at sunset'")
         made = http.get("/v1/videos?limit=1").json()["data"][0]
         http.delete(f"/v1/videos/{made['id']}")
         assert (made["settings"]["preset"], made["num_steps"]) == ("fast", 4)
