@@ -3,6 +3,7 @@
     python -m benchmarks.backend_quality --num-prompts 16 --output benchmarks/results/backend_quality.json
     python -m benchmarks.backend_quality --times --output times.json    # the CPU time of one clip of each, alone
     python -m benchmarks.backend_quality --device cuda --dtype bfloat16 --num-prompts 64 --output gpu.json
+    python -m benchmarks.backend_quality --model emoji --preset default ... --output emoji.json
     python -m benchmarks.backend_quality --merge a.json gpu.json times.json --output FILE
     python -m benchmarks.backend_quality --show benchmarks/results/backend_quality.json     # as Markdown tables
     python -m benchmarks.backend_quality --write docs/quality.md     # those of the committed results, in a page
@@ -11,7 +12,7 @@ Each backend makes the same seeded prompts in self-attention, `torch_sdpa` first
 `torch_sdpa`. Recorded: prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the
 PSNR of the frames from the first row's, the share of (query, key) pairs that self-attention computed, the median time
 of denoising one clip, and with --times the process's CPU time of one clip, which other work on the machine changes
-little. Rows are kept by device and dtype, so those of several machines stand in one file. A backend that cannot run
+little. Rows are kept by model, device and dtype, so those of several machines stand in one file. A backend that cannot run
 here is a row with its reasons, which a merge keeps until the same device has a figure. On a CPU the times say what the
 eager formulas of the sparse methods and of int8 take there, which nobody chooses for speed.
 """
@@ -32,6 +33,7 @@ from benchmarks.sparse_quality import SVG2, VMOBA, num_dense_calls, recorded_den
 from diffusion_runtime import AttentionConfig, AttentionSpec, BackendUnavailableError, load_pipeline
 from diffusion_runtime.attention.backends.registry import available_names
 from diffusion_runtime.core.hardware import resolve_device
+from diffusion_runtime.quality.worlds import WORLDS
 
 FIRST = "torch_sdpa"
 RESULTS = Path(__file__).parent / "results" / "backend_quality.json"
@@ -76,7 +78,10 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per backend and options, `torch_sdpa` first."""
-    prompts = quality_prompts(arguments.num_prompts)
+    world = WORLDS[arguments.model]
+    if (lacks := world.lacks()) is not None:
+        raise SystemExit(f"--model {world.name}: {lacks}")
+    prompts = quality_prompts(arguments.num_prompts, world.name)
     chosen = arguments.only or available_names()
     names = [FIRST, *(name for name in chosen if name != FIRST)]
     first: Clips | None = None
@@ -88,6 +93,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if name == FIRST or arguments.settings in setting[0]
     ):
         row: dict[str, Any] = {
+            "model": world.name,
             "device": device,
             "dtype": arguments.dtype,
             "num_prompts": arguments.num_prompts,
@@ -99,19 +105,19 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             per_role={"self": AttentionSpec(backend, options), "cross": AttentionSpec("torch_sdpa")}
         )
         try:
-            pipeline = load_pipeline("shapes", device=arguments.device, dtype=arguments.dtype, attention=attention)
+            pipeline = load_pipeline(world.name, device=arguments.device, dtype=arguments.dtype, attention=attention)
         except BackendUnavailableError as error:
             yield {**row, "refused": [list(pair) for pair in error.reasons]}
             continue
         # One clip warms up: what is compiled or timed at a backend's first call is no part of its time.
-        generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset)
+        generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset, judge=world.judge)
         if arguments.times:
             started = time.process_time()
-            generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset)
+            generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset, judge=world.judge)
             yield {**row, "cpu_seconds": time.process_time() - started}
             continue
         with recorded_densities() as densities:
-            clips = generate_clips(pipeline, prompts, {}, preset=arguments.preset)
+            clips = generate_clips(pipeline, prompts, {}, preset=arguments.preset, judge=world.judge)
         first = clips if first is None else first
         row |= {
             "implementation": implementations(clips),
@@ -138,20 +144,21 @@ def density(clips: Clips, densities: list[float]) -> float:
 def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The first document with the rows of all: what later ones say of the same device, dtype and setting is added.
     Reasons of a refusal stay where no document has a figure, and go where one has."""
-    rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str, str, str, str], dict[str, Any]] = {}
     for document in documents:
         for row in document["rows"]:
-            row = {"device": document["machine"]["device"], "dtype": document["dtype"], **row}
+            about = {"model": document["model"], "device": document["machine"]["device"], "dtype": document["dtype"]}
+            row = {**about, **row}
             if "accuracy" in row:
                 row = {"num_prompts": document["num_prompts"], **row}
-            key = row["device"], row["dtype"], row["backend"], row["setting"]
+            key = row["model"], row["device"], row["dtype"], row["backend"], row["setting"]
             held = rows.setdefault(key, {})
             if "refused" in row and is_measured(held):
                 continue
             held.update(row)
             if is_measured(held):
                 held.pop("refused", None)
-    places = dict.fromkeys(key[:2] for key in rows)
+    places = dict.fromkeys(key[:3] for key in rows)
     order = [(name, label) for name in (FIRST, *available_names()) for label in SETTINGS.get(name, {"": {}})]
     machines = [each for document in documents for each in document.get("machines", [document["machine"]])]
     return {
@@ -166,15 +173,15 @@ def is_measured(row: Mapping[str, Any]) -> bool:
 
 
 def tables(document: Mapping[str, Any]) -> str:
-    """A Markdown table for each device and dtype, under a line that names them."""
+    """A Markdown table for each model, device and dtype, under a line that names them."""
     rows = merged([document])["rows"]
     blocks = []
-    for device, dtype in dict.fromkeys((row["device"], row["dtype"]) for row in rows):
-        own = [row for row in rows if (row["device"], row["dtype"]) == (device, dtype)]
+    for place in dict.fromkeys((row["model"], row["device"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["device"], row["dtype"]) == place]
         counts = sorted({row["num_prompts"] for row in own if "accuracy" in row})
         prompts = " and ".join(map(str, counts))
         header = "| backend | density | time | one object | two objects | latent distance | PSNR, dB |"
-        title = f"{device}, {dtype}, {prompts} prompts of each kind:"
+        title = f"`{place[0]}`, {place[1]}, {place[2]}, {prompts} prompts of each kind:"
         refused = ", ".join(f"`{row['backend']}`" for row in own if "refused" in row)
         listed = ["", f"Refused there: {refused}."] if refused else []
         figures = [line(row) for row in own if is_measured(row)]
@@ -207,6 +214,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(WORLDS), default="shapes")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--preset", default="draft")
@@ -232,7 +240,7 @@ def main() -> None:
         document = merged([json.loads(path.read_text()) for path in arguments.merge])
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
         return
-    about = {"model": "shapes", "dtype": arguments.dtype, "preset": arguments.preset}
+    about = {"model": arguments.model, "dtype": arguments.dtype, "preset": arguments.preset}
     write_rows(
         arguments,
         "diffusion_runtime.backend_quality/1",

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy
@@ -25,8 +25,8 @@ from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.memory.cpu_memory import tune_cpu_allocator
 from diffusion_runtime.quality.shapes.attributes import SceneAttributes
 from diffusion_runtime.quality.shapes.checker import Verdict, check_clip
-from diffusion_runtime.quality.shapes.prompts import EvaluationPrompt, PromptKind, evaluation_prompts
-from diffusion_runtime.quality.shapes.scoring import summarise
+from diffusion_runtime.quality.shapes.prompts import PromptKind
+from diffusion_runtime.quality.worlds import WORLDS, EvaluationPrompt, proportions
 
 KINDS: tuple[PromptKind, ...] = ("one_object", "two_objects")
 
@@ -55,7 +55,10 @@ class Clips:
         """By kind of prompt; the clips are those of `quality_prompts`, as many of each kind."""
         each = len(self.verdicts) // len(KINDS)
         parts = {kind: self.verdicts[index * each : (index + 1) * each] for index, kind in enumerate(KINDS)}
-        return {kind: summarise(verdicts).to_dict() for kind, verdicts in parts.items()}
+        return {
+            kind: {part: asdict(each) for part, each in proportions(verdicts).items()}
+            for kind, verdicts in parts.items()
+        }
 
 
 class LatentRecorder:
@@ -67,6 +70,10 @@ class LatentRecorder:
 
     def for_request(self, request: GenerationRequest) -> Any:
         self.decoder = self.decoder.for_request(request)
+        return self
+
+    def recording(self, recorder: Any) -> Any:
+        self.decoder = self.decoder.recording(recorder)
         return self
 
     def stream(self, latents: torch.Tensor) -> Any:
@@ -88,9 +95,9 @@ def recorded_latents(pipeline: Pipeline) -> Iterator[list[torch.Tensor]]:
         pipeline.parts = dataclasses.replace(pipeline.parts, decoder=recorder.decoder)
 
 
-def quality_prompts(num_prompts: int) -> list[EvaluationPrompt]:
+def quality_prompts(num_prompts: int, world: str = "shapes") -> list[EvaluationPrompt]:
     """So many of each of KINDS, in their order."""
-    return [prompt for kind in KINDS for prompt in evaluation_prompts(kind, num_prompts)]
+    return [prompt for kind in KINDS for prompt in WORLDS[world].evaluation_prompts(kind, num_prompts)]
 
 
 def generate_clips(

@@ -96,7 +96,7 @@ def test_in_limited_time_nothing_compiles_and_nothing_begins_after_it(tmp_path: 
 def test_the_time_begins_with_the_command() -> None:
     """Before the imports, whose seconds are waited for too."""
     now = CLOCK()
-    assert not TimeBudget(SECONDS, CLOCK, started=now - 17).is_spent
+    assert not TimeBudget(SECONDS, CLOCK, started=now - 15).is_spent
     late = TimeBudget(SECONDS, CLOCK, started=now - 18)
     assert late.is_spent
     assert late.import_seconds == 0
