@@ -12,9 +12,9 @@ Each backend makes the same seeded prompts in self-attention, `torch_sdpa` first
 `torch_sdpa`. Recorded: prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the
 PSNR of the frames from the first row's, the share of (query, key) pairs that self-attention computed, the median time
 of denoising one clip, and with --times the process's CPU time of one clip, which other work on the machine changes
-little. Rows are kept by model, device and dtype, so those of several machines stand in one file. A backend that cannot run
-here is a row with its reasons, which a merge keeps until the same device has a figure. On a CPU the times say what the
-eager formulas of the sparse methods and of int8 take there, which nobody chooses for speed.
+little. Rows are kept by model, device and dtype, so those of several machines stand in one file. A backend that cannot
+run here is a row with its reasons, which a merge keeps until the same device has a figure. On a CPU the times say what
+the eager formulas of the sparse methods and of int8 take there, which nobody chooses for speed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make a picture of what prompts become, through the `generate` command, such as README's docs/images/shapes.webp.
+"""Make a picture of what prompts become, through the `generate` command, such as README's docs/images/emoji.webp.
 
 python scripts/readme_picture.py
 python scripts/readme_picture.py --model FOLDER --world emoji --output docs/images/emoji.webp --rows 2
@@ -41,10 +41,10 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", choices=tuple(PROMPTS), default="shapes")
+    parser.add_argument("--world", choices=tuple(PROMPTS), default="emoji")
     parser.add_argument("--model", help="a name or a folder; by default the world's own model")
     parser.add_argument("--output", type=Path, help="by default docs/images/WORLD.webp")
-    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `generate`, such as --preset draft")
     arguments = parser.parse_args()
     target = arguments.output or IMAGES / f"{arguments.world}.webp"

@@ -33,7 +33,8 @@ from diffusion_runtime.startup.importing import raised_line
 # Called with what is under way.
 OnProgress = Callable[[str], None]
 
-PROMPT = "a red circle moving left"
+# Every embedded model knows these words.
+PROMPT = "moving left"
 _RANDOM = (
     "weights and text conditions are random, of the published sizes and length: pictures are noise, and the text "
     "encoder is left out"

@@ -112,7 +112,7 @@ LARGE_SHAPES = (
 
 
 def embedded_shapes() -> tuple[AttentionShape, ...]:
-    """Return the shapes of the embedded model: self-attention of each of its presets, and its padded cross-attention.
+    """Return those of the embedded model `shapes`: self-attention of each of its presets, padded cross-attention.
 
     Raises ModelLoadError when its files cannot be read.
     """
@@ -127,7 +127,7 @@ def embedded_shapes() -> tuple[AttentionShape, ...]:
         size = {**settings.defaults, **values}
         height, width, num_frames = size["height"], size["width"], size["num_frames"]
         layout = TokenLayout(geometry.grid(geometry.latent_shape(height, width, num_frames)))
-        model = f"the embedded model, {num_frames} frames of {width} x {height}"
+        model = f"shapes, {num_frames} frames of {width} x {height}"
         shapes.append(AttentionShape(f"shapes-{preset}", model, layout, num_heads, head_dim))
     # Smallest first.
     shapes.sort(key=lambda shape: shape.seq_q)

@@ -33,7 +33,7 @@ diffusion-runtime compare "a fox" --setting "dense:" --setting "6 steps: --num-i
 
 diffusion-runtime compare --prompt-file prompts.txt --setting a.yaml --setting b.yaml --html page.html
 
-diffusion-runtime compare "a ring" --seed 1-4 --setting "dense:" --setting "cache: --step-cache easycache" --json
+diffusion-runtime compare "a star" --seed 1-4 --setting "dense:" --setting "cache: --step-cache easycache" --json
 """
 _COMPARE = "What to compare"
 
@@ -73,7 +73,8 @@ def compare(context: typer.Context, **given: Any) -> None:
         for name, each in parsed:
             # A preset of the file is in the requests; any other is the model's, which says so where it is not.
             preset = None if each.preset in each.file_presets else each.preset
-            settings.append(Setting(name, each.runtime, requests_of_set(each.requests, prompt_set), preset))
+            requests = requests_of_set(each.requests, prompt_set, each.runtime.model_path)
+            settings.append(Setting(name, each.runtime, requests, preset))
         check, save = _saver(folder, file_format, folders)
         choices = Choices(threshold, warm_up, attention_time, clip_path, page is not None, check)
         made: dict[str, int] = {}
@@ -236,8 +237,8 @@ def _saver(folder: str | None, file_format: str | None, folders: ExitStack) -> t
 
 def prompt_set_option(panel: str) -> Any:
     """--prompt-set, for a panel of the help."""
-    text = "Seeded prompts with known attributes: shapes:64, or shapes:64:7 for others."
-    return Annotated[str | None, _option(text, "--prompt-set", "shapes:COUNT", panel)]
+    text = "Seeded prompts with known attributes: emoji:64, or emoji:64:7 for others; of the model's own world."
+    return Annotated[str | None, _option(text, "--prompt-set", "WORLD:COUNT", panel)]
 
 
 def clip_path_option(panel: str) -> Any:

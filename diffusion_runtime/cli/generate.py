@@ -42,7 +42,7 @@ diffusion-runtime generate --config mine.yaml --prompt-file prompts.txt
 
 diffusion-runtime generate --from outputs/star.mp4 --seed 8 --format gif
 
-diffusion-runtime generate "a ring" --attention-backend torch_sdpa --dry-run
+diffusion-runtime generate "a star" --attention-backend torch_sdpa --dry-run
 
 diffusion-runtime generate "a cat" ComfyUI/models/diffusion_models/FILE.safetensors
 

@@ -11,7 +11,7 @@ from diffusion_runtime.errors import UsageError
 
 EPILOG = """[bold]Examples[/]
 
-diffusion-runtime info outputs/a-red-circle-moving-left-seed0.mp4
+diffusion-runtime info outputs/a-fox-running-left-in-the-snow-seed0.mp4
 
 diffusion-runtime info style.safetensors --model-path wan2.1-1.3b
 """

@@ -29,9 +29,14 @@ def without_prompts(flags: Flags, prompt_set: str | None) -> Flags:
     return dataclasses.replace(flags, prompts=(_ANY,), seeds=("0",))
 
 
-def requests_of_set(requests: Sequence[GenerationRequest], prompt_set: str | None) -> tuple[GenerationRequest, ...]:
+def requests_of_set(
+    requests: Sequence[GenerationRequest], prompt_set: str | None, model: str
+) -> tuple[GenerationRequest, ...]:
     """Return the requests that `without_prompts` led to, once per prompt of the set, with its seed; unchanged without a
-    set."""
+    set. model: that will make them.
+
+    Raises ConfigError for a set that cannot be judged here, and for one of other words than an embedded model knows.
+    """
     if prompt_set is None:
         return tuple(requests)
     if [(request.prompt, request.seed) for request in requests] != [(_ANY, 0)]:
@@ -43,6 +48,12 @@ def requests_of_set(requests: Sequence[GenerationRequest], prompt_set: str | Non
     if lacks is not None:
         raise ConfigError(
             f"--prompt-set: {world}: clips of it cannot be judged here: {lacks}. Use --prompt-set shapes:{count}"
+        )
+    own = WORLDS.get(model)
+    if own is not None and own.name != WORLDS[world].name:
+        raise ConfigError(
+            f"--prompt-set: {world}:{count} is of words that {model} was not trained on; use --prompt-set "
+            f"{own.name}:{count}, or --model-path {world}"
         )
     return tuple(
         dataclasses.replace(request, prompt=prompt.text, seed=prompt.seed)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 EPILOG = """[bold]Examples[/]
 
-diffusion-runtime tune --prompt-set shapes:24 --budget "accuracy>=dense-0.02" --minutes 10 -o fast.yaml
+diffusion-runtime tune --prompt-set emoji:24 --budget "accuracy>=dense-0.02" --minutes 10 -o fast.yaml
 
 diffusion-runtime tune --prompt-file prompts.txt --budget "psnr>=30" --over steps,step-cache,quantization -o b.yaml
 
-diffusion-runtime tune --prompt-set shapes:24 --budget "latent<=0.2" --methods video_sparse_attn -o vsa.yaml
+diffusion-runtime tune --prompt-set emoji:24 --budget "latent<=0.2" --methods video_sparse_attn -o vsa.yaml
 
 diffusion-runtime generate "a fox running left in the snow" --config fast.yaml
 
@@ -133,11 +133,11 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
     settings = resolve_settings(flags)
     for note in settings.notes:
         terminal.warn(note)
-    requests = requests_of_set(settings.requests, own["prompt_set"])
+    requests = requests_of_set(settings.requests, own["prompt_set"], settings.runtime.model_path)
     if len(requests) < 2:
         raise RequestError(
             f"tune: expected two prompts or seeds or more, as some measure and the others verify, got {len(requests)}; "
-            "e.g. --prompt-set shapes:24 or --prompt-file FILE"
+            "e.g. --prompt-set emoji:24 or --prompt-file FILE"
         )
     num_measured = own["measure_prompts"] if own["measure_prompts"] is not None else len(requests) // 2
     if not 1 <= num_measured < len(requests):
@@ -155,8 +155,9 @@ def _tuning(flags: Any, own: dict[str, Any], terminal: Terminal) -> Tuning:
     if any(budget.metric == "accuracy" for budget in budgets) and None in attributes:
         unknown = requests[attributes.index(None)].prompt
         raise RequestError(
-            f"--budget: accuracy is known for prompts of the embedded model, in the words it was trained on; not for "
-            f"{unknown[:80]!r} with {settings.runtime.model_path}; use another metric, or --prompt-set"
+            f"--budget: accuracy is known for prompts of an embedded model, in words that it was trained on; not for "
+            f"{unknown[:80]!r} with {settings.runtime.model_path}; use another metric, or the prompts of a model with "
+            "--model-path emoji --prompt-set emoji:24 (or shapes and shapes:24)"
         )
     return Tuning(
         runtime=settings.runtime,

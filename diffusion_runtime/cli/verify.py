@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 EPILOG = """[bold]Examples[/]
 
-diffusion-runtime verify outputs/a-red-circle-moving-left-seed0.mp4
+diffusion-runtime verify outputs/a-fox-running-left-in-the-snow-seed0.mp4
 
 diffusion-runtime verify edited.png --input photo.jpg --model-path flux.1-kontext-dev
 

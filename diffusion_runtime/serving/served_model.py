@@ -101,7 +101,7 @@ class ServedModel:
         compiled, captured or measured for its own. Raises RequestError for a model that needs an image."""
         prepared = self.prepared(Choice())
         rules, config = prepared.rules, self._config
-        default = GenerationRequest("a circle", seed=0, num_inference_steps=_WARM_UP_STEPS)
+        default = GenerationRequest("moving left", seed=0, num_inference_steps=_WARM_UP_STEPS)
         # The last one for a model with noise levels of its own for each step.
         wanted = [default, dataclasses.replace(default, num_inference_steps=None)]
         is_chosen = config.attention is not None or config.attention_override is not None

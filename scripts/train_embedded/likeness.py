@@ -2,8 +2,8 @@
 
 python -m scripts.train_embedded.likeness FOLDER --judge DETECTOR --shape 1x256 --sweep unipc:12:2:14 unipc:12:3:14
 
-A thing that the prompt asks for and no frame shows has 0 in every figure. `rendered` is what the prompts were written
-of, drawn and sent through the VAE: no transformer can be better.
+A thing that is missing counts 0 in every figure; a wrong one is compared with the picture of what the judge took it
+for. `rendered` is what the prompts were written of, drawn and sent through the VAE: no transformer can be better.
 """
 
 from __future__ import annotations

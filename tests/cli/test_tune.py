@@ -202,7 +202,7 @@ def test_choices_are_laid_over_a_loaded_pipeline_and_taken_back(tiny_wan_folder:
         (("--budget", "psnr>=30", "--over", "step-cache"), "step-cache: it has no choice on this machine for 2 steps"),
         (("--budget", "psnr>=30", "--over", "steps", "--num-gpus", "2"), "one process"),
         (("--budget", "psnr>=30", "--methods", "svg2"), "no ladder of densities"),
-        (("--budget", "accuracy>=dense-0.02", "--methods", "vsa"), "accuracy is known for prompts of the embedded"),
+        (("--budget", "accuracy>=dense-0.02", "--methods", "vsa"), "accuracy is known for prompts of an embedded"),
         (("--budget", "clip>=dense-1", "--methods", "vsa"), "give --clip-path FOLDER"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--measure-prompts", "3"), "expected 1 to 2 of the 3 prompts"),
         (("--budget", "psnr>=30", "--methods", "vsa", "--prompt-set", "shapes:4"), "leave out prompts"),

@@ -15,7 +15,7 @@ FIGURES = {"density": 1.0, "denoise_seconds": 0.1, "latent_relative_l2": 0.0, "p
 
 
 def document(device: str, dtype: str, *rows: dict[str, Any]) -> dict[str, Any]:
-    about = {"dtype": dtype, "num_prompts": 8}
+    about = {"model": "shapes", "dtype": dtype, "num_prompts": 8}
     return {**about, "machine": {"device": device}, "rows": [{"setting": "", "options": {}, **row} for row in rows]}
 
 
@@ -36,7 +36,7 @@ def test_rows_of_several_machines_stand_side_by_side() -> None:
         row = next(row for row in merged(order)["rows"] if row["backend"] == "fa")
         assert "refused" not in row
     text = tables(joined)
-    assert "EPYC, float32, 8 prompts of each kind:" in text
+    assert "`shapes`, EPYC, float32, 8 prompts of each kind:" in text
     assert "Refused there: `fa`." in text
     assert "| `fa` | 1.00 | 0.100 s |" in text
     assert NO_GPU_RUN not in text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import torch
@@ -156,3 +158,9 @@ def path(kind: str, frames: int = 29) -> Tensor:
 def test_motions_are_read_off_boxes() -> None:
     read = {kind: read_motion(path(kind)) for kind in (*MOTION_NAMES, "shrinking", "aslant")}
     assert read == {**{name: name for name in MOTION_NAMES}, "shrinking": None, "aslant": None}
+
+
+def test_the_page_lists_what_the_model_knows() -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "write_known_words.py"))
+    page = script["PAGE"].read_text()
+    assert script["written"](page) == page, "run: python scripts/write_known_words.py"

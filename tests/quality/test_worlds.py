@@ -76,7 +76,7 @@ def test_models_without_a_world_or_a_judge_want_nothing(tmp_path: Path, monkeypa
         ConfigError,
         match=r"emoji: clips of it cannot be judged here: the network of its judge.*Use --prompt-set shapes:",
     ):
-        requests_of_set([_request(flags)], "emoji:3")
+        requests_of_set([_request(flags)], "emoji:3", "emoji")
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,22 @@ def test_an_unknown_prompt_set_lists_those_that_can_be_used(
 
 def test_prompt_sets_are_of_the_world_that_is_named() -> None:
     for name in WORLDS:
-        requests = requests_of_set([_request(without_prompts(Flags(), f"{name}:7:1"))], f"{name}:7:1")
+        requests = requests_of_set([_request(without_prompts(Flags(), f"{name}:7:1"))], f"{name}:7:1", name)
         assert len({request.seed for request in requests}) == 7
         assert all(wanted_of(name, request.prompt) is not None for request in requests)
     with pytest.raises(ConfigError, match="expected shapes:COUNT or shapes:COUNT:SEED"):
         without_prompts(Flags(), "animals:7")
+
+
+def test_a_prompt_set_of_another_world_than_the_models_is_refused() -> None:
+    asked = [_request(without_prompts(Flags(), "shapes:3"))]
+    with pytest.raises(
+        ConfigError, match=r"emoji was not trained on; use --prompt-set emoji:3, or --model-path"
+    ):
+        requests_of_set(asked, "shapes:3", "emoji")
+    # A causal model knows the words of shapes, and any other model may make them without a judge.
+    for model in ("shapes-causal", "wan2.1-1.3b"):
+        assert len(requests_of_set(asked, "shapes:3", model)) == 3
 
 
 def _request(flags: Flags):  # type: ignore[no-untyped-def]
