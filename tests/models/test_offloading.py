@@ -182,7 +182,10 @@ def test_blocks_read_from_their_files_make_the_same_frames(family: str, whole_of
 def test_from_files_with_eight_bit_layers_and_lora_files_that_change(tmp_path: Path) -> None:
     request = GenerationRequest(prompt="a red circle", num_inference_steps=6, step_cache=BLOCK_CACHE, seed=1, **SMALL)
     values: dict[str, Any] = {"quantization": "fp8", "lora": ["shapes-fast"]}
-    whole, pipeline = load_pipeline(device="cpu", **values), from_files("shapes", {"transformer": 1}, **values)
+    whole, pipeline = (
+        load_pipeline("shapes", device="cpu", **values),
+        from_files("shapes", {"transformer": 1}, **values),
+    )
     for loras in (None, (), ("shapes-fast",)):
         if loras is not None:
             pipeline.set_loras(loras)
@@ -196,7 +199,7 @@ def test_from_files_with_eight_bit_layers_and_lora_files_that_change(tmp_path: P
 
 
 def test_a_larger_request_than_the_model_was_loaded_for_is_planned_again() -> None:
-    prepared = prepare(RuntimeConfig(device="cpu", memory_limit="36MB"))
+    prepared = prepare(RuntimeConfig("shapes", device="cpu", memory_limit="36MB"))
     assert isinstance(prepared, PreparedModel)
     small, large, largest = (
         prepared.rules.resolve(
@@ -206,7 +209,7 @@ def test_a_larger_request_than_the_model_was_loaded_for_is_planned_again() -> No
     )
     pipeline = prepared.load(None, [small])
     kept = []
-    whole = load_pipeline(device="cpu")
+    whole = load_pipeline("shapes", device="cpu")
     for request in (small, large, small):
         assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
         plan = offloading_of(pipeline).plan
@@ -266,7 +269,10 @@ def test_two_experts_take_turns(tmp_path: Path) -> None:
 def test_with_a_step_cache_eight_bit_layers_and_lora_files_that_change() -> None:
     values: dict[str, Any] = {"quantization": "fp8", "lora": ["shapes-fast"]}
     request = GenerationRequest(prompt="a red circle", num_inference_steps=6, step_cache=BLOCK_CACHE, seed=1, **SMALL)
-    whole, pipeline = load_pipeline(device="cpu", **values), offloaded("shapes", "layers", {"transformer": 1}, **values)
+    whole, pipeline = (
+        load_pipeline("shapes", device="cpu", **values),
+        offloaded("shapes", "layers", {"transformer": 1}, **values),
+    )
     assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
     # The new weights are computed of the files and written where the old ones wait.
     plain = load_offloaded("shapes", "layers", {"transformer": 1}, Readable(), **values)
@@ -296,14 +302,14 @@ def test_an_interrupted_generation_leaves_nothing_on_the_device_or_pinned() -> N
         pipeline(request)
     assert not any(part.is_on_device for part in offloading_of(pipeline).parts)
     transfers.fails_at = None
-    assert numpy.array_equal(pipeline(request).frames, load_pipeline(device="cpu")(request).frames)
+    assert numpy.array_equal(pipeline(request).frames, load_pipeline("shapes", device="cpu")(request).frames)
     assert transfers.pins
     pipeline.close()
     assert transfers.pins == {}
 
 
 def test_a_device_that_lost_memory_since_the_plan_is_said_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = prepare(RuntimeConfig(device="cpu", memory_limit="1GB"))
+    prepared = prepare(RuntimeConfig("shapes", device="cpu", memory_limit="1GB"))
     assert isinstance(prepared, PreparedModel)
     for share, said in (
         (3 * 10**8, "other programs have left 300 MB of it since: end them, or try again, which plans"),
@@ -320,7 +326,7 @@ def test_a_device_that_lost_memory_since_the_plan_is_said_with_what_it_has(monke
 
 
 def test_a_generation_without_memory_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = load_pipeline(device="cpu")
+    pipeline = load_pipeline("shapes", device="cpu")
     monkeypatch.setattr(
         pipeline.parts.memory, "fitting", lambda _: "--offload layers fits: it takes 2.00 GB of 8.00 GB. "
     )
@@ -336,7 +342,7 @@ def test_a_generation_without_memory_says_what_would_fit(monkeypatch: pytest.Mon
 
 
 def test_a_device_that_refused_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = load_pipeline(device="cpu")
+    pipeline = load_pipeline("shapes", device="cpu")
     request = GenerationRequest(prompt="a red circle", num_inference_steps=1, seed=1, **SMALL)
     assert not any("last bits" in note for note in pipeline(request).attention_report.notes)
     monkeypatch.setattr(device_memory, "num_shortages", lambda _: 3)
@@ -430,10 +436,10 @@ def test_weights_by_part_are_those_that_load(tiny_folder_of: FolderOf) -> None:
 def test_what_cannot_be_offloaded_or_does_not_fit_is_refused_before_a_weight_is_read() -> None:
     for offload in ("model", "layers"):
         with pytest.raises(ConfigError, match=f"offload: {offload}: the memory of cpu is the machine's"):
-            prepare(RuntimeConfig(device="cpu", offload=offload))
+            prepare(RuntimeConfig("shapes", device="cpu", offload=offload))
     with pytest.raises(ConfigError, match="leave out --offload and --memory-limit"):
-        prepare(RuntimeConfig(device="cpu", backend="diffusers", memory_limit="1GB"))
-    prepared = prepare(RuntimeConfig(device="cpu", memory_limit="50MB"))
+        prepare(RuntimeConfig("shapes", device="cpu", backend="diffusers", memory_limit="1GB"))
+    prepared = prepare(RuntimeConfig("shapes", device="cpu", memory_limit="50MB"))
     stages: list[str] = []
     with pytest.raises(DeviceMemoryError, match=r"more than the 50 MB there are: .*What would fit"):
         prepared.load(stages.append)

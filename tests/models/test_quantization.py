@@ -112,10 +112,10 @@ def test_norms_quantise_the_input_of_8_bit_layers_and_change_no_bit(
 
 
 def test_the_embedded_model_keeps_attention_by_default_and_both_ends_always() -> None:
-    config = RuntimeConfig(device="cpu", quantization="fp8")
+    config = RuntimeConfig("shapes", device="cpu", quantization="fp8")
     assert inspect_pipeline(config).quantization is not None
     rules = {mode: Quantization.of("wan", mode, ()) for mode in MODES}
-    transformer = load_pipeline(device="cpu").transformer
+    transformer = load_pipeline("shapes", device="cpu").transformer
     found = {}
     for mode, rule in rules.items():
         assert rule is not None
@@ -132,8 +132,8 @@ def test_the_embedded_model_keeps_attention_by_default_and_both_ends_always() ->
 
 def test_loras_can_be_switched_in_quantised_layers() -> None:
     """Bit for bit, as without quantisation."""
-    fresh = load_pipeline(device="cpu", quantization="fp8-all", lora=["shapes-fast"])
-    switched = load_pipeline(device="cpu", quantization="fp8-all")
+    fresh = load_pipeline("shapes", device="cpu", quantization="fp8-all", lora=["shapes-fast"])
+    switched = load_pipeline("shapes", device="cpu", quantization="fp8-all")
     before = {name: value.clone() for name, value in switched.transformer.state_dict().items()}
     switched.set_loras(["shapes-fast"])
     for name, value in fresh.transformer.state_dict().items():
@@ -144,7 +144,9 @@ def test_loras_can_be_switched_in_quantised_layers() -> None:
 
 
 def test_ignored_layers_stay() -> None:
-    pipeline = load_pipeline(device="cpu", quantization="fp8", quantization_ignored_layers=["blocks.1.*", "*.down"])
+    pipeline = load_pipeline(
+        "shapes", device="cpu", quantization="fp8", quantization_ignored_layers=["blocks.1.*", "*.down"]
+    )
     replaced = {name for name, layer in pipeline.transformer.named_modules() if isinstance(layer, Fp8Linear)}
     assert replaced == {f"blocks.{index}.feed_forward.up" for index in (2, 3, 4)}
 
@@ -165,4 +167,4 @@ def test_ignored_layers_stay() -> None:
 )
 def test_wrong_choices_end_before_the_weights(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        inspect_pipeline(RuntimeConfig(device="cpu", **values))  # type: ignore[arg-type]
+        inspect_pipeline(RuntimeConfig("shapes", device="cpu", **values))  # type: ignore[arg-type]
