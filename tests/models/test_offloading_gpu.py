@@ -54,7 +54,7 @@ def test_streamed_and_resident_make_the_same_bits(family: str, tiny_folder_of: F
 @pytest.mark.parametrize("values", [{"quantization": "fp8"}, {"lora": ["shapes-fast"]}])
 def test_the_embedded_model_with_what_is_made_while_loading(values: dict[str, Any]) -> None:
     request = GenerationRequest(prompt="a red circle", num_inference_steps=10, step_cache="easycache", seed=1)
-    whole = load_pipeline(device=DEVICE, offload="none", **values)
+    whole = load_pipeline("shapes", device=DEVICE, offload="none", **values)
     pipeline = load("shapes", "layers", 1, **values)
     assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
     pipeline.set_loras([])
@@ -63,18 +63,18 @@ def test_the_embedded_model_with_what_is_made_while_loading(values: dict[str, An
 
 
 def test_auto_keeps_everything_where_it_fits_and_a_limit_is_kept() -> None:
-    prepared = prepare(RuntimeConfig(device=DEVICE)).planned_for(())
+    prepared = prepare(RuntimeConfig("shapes", device=DEVICE)).planned_for(())
     assert prepared.description.memory is not None
     assert prepared.description.memory.offload == "none"
     with pytest.raises(DeviceMemoryError, match="What would fit"):
-        load_pipeline(device=DEVICE, memory_limit="60MB")
+        load_pipeline("shapes", device=DEVICE, memory_limit="60MB")
 
 
 def test_the_plan_holds_for_several_sizes() -> None:
     """The peak that torch's allocator sees is below the plan's, whose workspace a small model does not take."""
     for height, num_frames in ((128, 5), (256, 29), (512, 29)):
         request = GenerationRequest(prompt="a star", height=height, width=256, num_frames=num_frames, seed=1)
-        prepared = prepare(RuntimeConfig(device=DEVICE, offload="none"))
+        prepared = prepare(RuntimeConfig("shapes", device=DEVICE, offload="none"))
         request = prepared.rules.resolve(request)
         plan = prepared.planned_for([request]).description.memory
         assert plan is not None
@@ -82,7 +82,7 @@ def test_the_plan_holds_for_several_sizes() -> None:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        pipeline = load_pipeline(device=DEVICE, offload="none")
+        pipeline = load_pipeline("shapes", device=DEVICE, offload="none")
         pipeline(request)
         peak = torch.cuda.max_memory_allocated() - before
         print(height, num_frames, peak / 1e6, {phase: each / 1e6 for phase, each in plan.phases.items()})
