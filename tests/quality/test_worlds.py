@@ -105,9 +105,7 @@ def test_prompt_sets_are_of_the_world_that_is_named() -> None:
 
 def test_a_prompt_set_of_another_world_than_the_models_is_refused() -> None:
     asked = [_request(without_prompts(Flags(), "shapes:3"))]
-    with pytest.raises(
-        ConfigError, match=r"emoji was not trained on; use --prompt-set emoji:3, or --model-path"
-    ):
+    with pytest.raises(ConfigError, match=r"emoji was not trained on; use --prompt-set emoji:3, or --model-path"):
         requests_of_set(asked, "shapes:3", "emoji")
     # A causal model knows the words of shapes, and any other model may make them without a judge.
     for model in ("shapes-causal", "wan2.1-1.3b"):
