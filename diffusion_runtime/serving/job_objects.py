@@ -23,9 +23,6 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
     work, request = job.work, job.work["requests"][0]
     # Not of one that waits: its row may be older than what an engine has reported since.
     live = dispatcher.live(job.id) if job.status == IN_PROGRESS else None
-    # One whose engine was lost waits to be made again, and its progress does not fall meanwhile.
-    is_again = job.status == QUEUED and job.attempts > 0
-    progress = dispatcher.live(job.id).progress if live is not None or is_again else 0
     part = None if job.result is None else job.result["parts"][0]
     num_frames, fps = _frames_of_file(request, part)
     seconds = None if not num_frames or not fps else num_frames / fps
@@ -36,7 +33,7 @@ def job_object(job: Job, dispatcher: Dispatcher) -> dict[str, Any]:
         "object": job.kind,
         "model": work["model"],
         "status": job.status,
-        "progress": 100 if job.status == COMPLETED else progress,
+        "progress": 100 if job.status == COMPLETED else live.progress if live is not None else 0,
         "created_at": int(job.created),
         "completed_at": int(job.ended) if job.status == COMPLETED and job.ended is not None else None,
         "expires_at": None if job.ended is None else int(job.ended + keep),
