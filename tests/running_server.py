@@ -142,12 +142,13 @@ def wait_for(condition: Any, seconds: float = SECONDS) -> Any:
 
 
 def finished(http: httpx.Client, video_id: str) -> dict[str, Any]:
-    """Return a video once it is over, having seen that its progress never falls."""
+    """Return a video once it is over, having seen that its progress never falls but while it waits."""
     seen = -1
     while True:
         video: dict[str, Any] = http.get(f"/v1/videos/{video_id}").json()
-        assert video["progress"] >= seen or video["status"] == "failed", (seen, video)
-        seen = video["progress"]
+        if video["status"] != "queued":
+            assert video["progress"] >= seen or video["status"] == "failed", (seen, video)
+            seen = video["progress"]
         if video["status"] in ("completed", "failed"):
             return video
         time.sleep(0.05)
