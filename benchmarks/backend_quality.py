@@ -1,4 +1,4 @@
-"""Quality of every attention backend that runs on this machine, on the embedded model, beside its time and density.
+"""Quality of every attention backend that runs on this machine, on an embedded model, beside its time and density.
 
     python -m benchmarks.backend_quality --num-prompts 16 --output benchmarks/results/backend_quality.json
     python -m benchmarks.backend_quality --times --output times.json    # the CPU time of one clip of each, alone

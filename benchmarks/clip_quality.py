@@ -1,4 +1,4 @@
-"""Quality of the embedded model's clips under a setting, beside the same seeded prompts of a full run.
+"""Quality of an embedded model's clips under a setting, beside the same seeded prompts of a full run.
 
 What sparse_quality.py, step_cache_quality.py and faster_quality.py share: prompts of one and of two objects, their
 clips, prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the PSNR of the frames.

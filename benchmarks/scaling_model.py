@@ -32,7 +32,7 @@ BETWEEN_HOSTS = 50e6
 # write the channels of a token: three fused kernels that read two tensors and write two.
 MEMORY_BANDWIDTH = 4.3e9
 NORM_PASSES = 12
-# Of a request of the embedded model (12 steps, 29 frames), counted: its exchanges between two processes, of which 160
+# Of a request of `shapes` (12 steps, 29 frames), counted: its exchanges between two processes, of which 160
 # are of rows of the decoder's convolutions. Assumed: what the host takes to launch one with the copies around it.
 GANG_STEPS, GANG_EXCHANGES, GANG_EXCHANGE_S = 12, 221, 2e-4
 POLLS = (0.0002, 1.25, 0.02)
@@ -317,7 +317,7 @@ def _late(seconds: float, first: float, longer: float, longest: float) -> float:
 
 
 def programs(num: int) -> list[Program]:
-    """Return what is predicted of `num` processes that are no step: replicas, a gang of the embedded model, and the
+    """Return what is predicted of `num` processes that are no step: replicas, a gang of shapes, and the
     start; with what two of them took, where `num` is 2.
 
     A start: the launcher imports torch before its ranks begin to, and the ranks' first collectives open NCCL. A gang
@@ -326,7 +326,7 @@ def programs(num: int) -> list[Program]:
     """
     found: list[Program] = []
     replicas = results_of("replicas_gpu")
-    for name, label in (("embedded", "the embedded model"), ("flux", "FLUX.1 [dev]")):
+    for name, label in (("embedded", "shapes"), ("flux", "FLUX.1 [dev]")):
         one, several = replicas[name]["rows"][:2]
         made, unit = num * one["requests_per_minute"], "requests per minute"
         measured = several["requests_per_minute"] if num == 2 else None
@@ -341,7 +341,7 @@ def programs(num: int) -> list[Program]:
     late = GANG_STEPS * _late(off_step, first, longer, longest) + longest / 2
     made = one["seconds_per_request"] + seconds["off"] - seconds["auto"] + GANG_EXCHANGES * GANG_EXCHANGE_S + late
     measured = gang["seconds_per_request"] if num == 2 else None
-    found.append(Program(f"a gang of {num}, the embedded model", "the embedded model", num, "s", made, measured))
+    found.append(Program(f"a gang of {num}, shapes", "shapes", num, "s", made, measured))
     start = results_of("start_gpu")["one_and_two_gpus"]
     warm = {run["num_processes"]: run for run in start["runs"] if run["kernel_cache"] == "warm"}
     alone = warm[1]["seconds_to_first_step"]

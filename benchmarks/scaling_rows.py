@@ -146,7 +146,7 @@ def plan(num: int) -> list[Row]:
         )
         for part, label, beside, bar in (
             ("flux", "FLUX.1 [dev]", "", 0.975 * num),
-            ("embedded", "the embedded model", f" and a gang of {num}", None),
+            ("embedded", "shapes", f" and a gang of {num}", None),
         )
     )
     of_14b = [

@@ -97,7 +97,7 @@ def _planned(constants: Constants) -> str:
         f"{clip.name}, {clip.num_steps} forwards: {seconds['predicted_s']:.1f} s, of which decoding "
         f"{seconds['predicted_decode_s']:.2f} s. Replicas: as many times one. Start to the first step, warm, without "
         f"FlashAttention-4's import: {start[0].predicted:.1f} s with 4 processes, {start[1].predicted:.1f} s with 8. A "
-        f"request of the embedded model on a gang of 4: {gang.predicted:.2f} s, on one GPU {of_one:.2f} s: the host "
+        f"request of `shapes` on a gang of 4: {gang.predicted:.2f} s, on one GPU {of_one:.2f} s: the host "
         "launches.",
     ]
     return "\n".join(lines) + "\n"

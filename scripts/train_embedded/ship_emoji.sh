@@ -4,10 +4,10 @@
 #   FROM=FOLDER scripts/train_embedded/ship_emoji.sh [model] [fast] [records] [pictures]     # all of them by default
 #
 # FROM holds transformer.pt or .safetensors, vae.pt or .safetensors, transformer_log.jsonl (and, where there are any,
-# continued_log.jsonl, more_log.jsonl, vae_log.jsonl, sweep.json), accuracy.json, notes.json; of the LoRA fast.safetensors, *fast_log.jsonl,
-# fast_accuracy.json, fast_notes.json. What is missing is said, and nothing after it is written.
+# continued_log.jsonl, more_log.jsonl, vae_log.jsonl, sweep.json), accuracy.json, notes.json; of the LoRA
+# fast.safetensors, *fast_log.jsonl, fast_accuracy.json, fast_notes.json. What is missing is said, and nothing after it is written.
 #
-# Environment: STEPS=10 GUIDANCE=2.0 SHIFT=14 as the sweep chose; CLIPS=24, of which weights are rounded: 0 for to the
+# Environment: STEPS=10 GUIDANCE=2.0 SHIFT=14 as it ships; CLIPS=24, of which weights are rounded: 0 for to the
 # nearest, on a slow machine; SHARE=1, of the LoRA's numbers that are kept; PYTHON=python3.
 set -euo pipefail
 : "${FROM:?the folder of what was trained}"

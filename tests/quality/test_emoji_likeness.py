@@ -7,6 +7,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -72,7 +73,7 @@ def test_every_figure_falls_with_blur() -> None:
             assert (getattr(sharper, figure) > getattr(softer, figure)).all(), (figure, results)
 
 
-def test_another_thing_is_not_alike_and_its_neighbours_in_the_batch_are(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_another_thing_is_not_alike_and_its_neighbours_in_the_batch_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rows are compared by size, a few at a time, and go back to their places.
     monkeypatch.setattr(module, "AT_ONCE", 3)
     wrong = torch.arange(COUNT) % 3 == 1

@@ -21,7 +21,7 @@ from diffusion_runtime.quality.emoji.attributes import (
 from diffusion_runtime.quality.emoji.captions import all_words, write_caption
 from diffusion_runtime.quality.emoji.detector import Detector, load_detector
 from diffusion_runtime.quality.emoji.judge import Reading, Verdict, judge, read_clips, read_motion
-from diffusion_runtime.quality.emoji.scene import MAX_OBJECTS, SceneBatch, SceneSettings, sample_scenes
+from diffusion_runtime.quality.emoji.scene import BOUNCING, GRID, MAX_OBJECTS, SceneBatch, SceneSettings, sample_scenes
 from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
 from diffusion_runtime.quality.worlds import EMOJI_DETECTOR
 from scripts.emoji.render import render, render_slots
@@ -64,6 +64,18 @@ def test_held_out_combinations_are_never_trained_on_and_always_asked_for() -> No
             for slot in slots:
                 forbidden = held_out_motion(int(scenes.thing[row, slot]), int(scenes.scene[row]))
                 assert (int(scenes.motion[row, slot]) == forbidden) is held_out
+
+
+def test_things_lie_on_the_grid_at_every_latent_frame() -> None:
+    """A model of latents and tokens then sees few positions of each picture."""
+    for two in (0.0, 1.0):
+        scenes = scenes_of(500, two)
+        shown = slice(0, 1 + int(two))
+        hops = (scenes.motion == BOUNCING)[..., None]
+        for latent in range(8):
+            place = scenes.start + torch.where(hops, 0.0, scenes.travel) * latent / 7
+            corners = (place - scenes.radius[..., None])[:, shown] / GRID
+            assert torch.equal(corners, corners.round()), (two, latent)
 
 
 def test_every_thing_scene_and_motion_is_drawn_and_stays_in_the_frame() -> None:

@@ -211,7 +211,7 @@ def judge(wanted: SceneAttributes, reading: Reading) -> Verdict:
 
 
 def _has_size(wanted: str | None, radius: float) -> bool:
-    """Small ends at 0.26, normal is 0.30 to 0.41, big begins at 0.42."""
+    """Small is 0.25, normal 0.375, big 0.4375 of two things and 0.5 of one."""
     return wanted in (None, "normal") or (radius < 0.31 if wanted == "small" else radius > 0.38)
 
 
