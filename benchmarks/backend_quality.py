@@ -12,9 +12,10 @@ Each backend makes the same seeded prompts in self-attention, `torch_sdpa` first
 `torch_sdpa`. Recorded: prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the
 PSNR of the frames from the first row's, the share of (query, key) pairs that self-attention computed, the median time
 of denoising one clip, and with --times the process's CPU time of one clip, which other work on the machine changes
-little. Rows are kept by model, device and dtype, so those of several machines stand in one file. A backend that cannot
-run here is a row with its reasons, which a merge keeps until the same device has a figure. On a CPU the times say what
-the eager formulas of the sparse methods and of int8 take there, which nobody chooses for speed.
+little. With --batch-size, for many prompts on a GPU, no time is kept. Rows are kept by model, device and dtype, so
+those of several machines stand in one file. A backend that cannot run here is a row with its reasons, which a merge
+keeps until the same device has a figure. On a CPU the times say what the eager formulas of the sparse methods and of
+int8 take there, which nobody chooses for speed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, write_rows
 from benchmarks.machine import describe_machine
@@ -85,7 +88,12 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     chosen = arguments.only or available_names()
     names = [FIRST, *(name for name in chosen if name != FIRST)]
     first: Clips | None = None
-    device = str(describe_machine(resolve_device(arguments.device))["device"])
+    used = resolve_device(arguments.device)
+    device = str(describe_machine(used)["device"])
+
+    def judge(wanted: Any, frames: Tensor) -> Any:
+        return world.judge(wanted, frames.to(used))
+
     for backend, label, options in (
         (name, *setting)
         for name in names
@@ -110,21 +118,24 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {**row, "refused": [list(pair) for pair in error.reasons]}
             continue
         # One clip warms up: what is compiled or timed at a backend's first call is no part of its time.
-        generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset, judge=world.judge)
+        generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset, judge=judge)
         if arguments.times:
             started = time.process_time()
-            generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset, judge=world.judge)
+            generate_clips(pipeline, prompts[:1], {}, preset=arguments.preset, judge=judge)
             yield {**row, "cpu_seconds": time.process_time() - started}
             continue
         with recorded_densities() as densities:
-            clips = generate_clips(pipeline, prompts, {}, preset=arguments.preset, judge=world.judge)
+            clips = generate_clips(
+                pipeline, prompts, {}, preset=arguments.preset, batch_size=arguments.batch_size, judge=judge
+            )
         first = clips if first is None else first
         row |= {
             "implementation": implementations(clips),
             "density": density(clips, densities),
-            "denoise_seconds": statistics.median(clips.denoise_seconds),
             **clips.beside(first),
         }
+        if arguments.batch_size == 1:
+            row["denoise_seconds"] = statistics.median(clips.denoise_seconds)
         print(line(row), flush=True)
         yield row
 
@@ -205,10 +216,13 @@ def line(row: Mapping[str, Any]) -> str:
         return f"| {name} | | {row['cpu_seconds']:.1f} s | | | | |"
     joint = [row["accuracy"][kind]["joint"] for kind in ("one_object", "two_objects")]
     right = " | ".join(f"{each['rate']:.2f} ({each['low']:.2f}-{each['high']:.2f})" for each in joint)
-    taken = f"{row['cpu_seconds']:.1f} s" if "cpu_seconds" in row else f"{row['denoise_seconds']:.3f} s"
+    taken = ""
+    if "cpu_seconds" in row:
+        taken = f" {row['cpu_seconds']:.1f} s"
+    elif "denoise_seconds" in row:
+        taken = f" {row['denoise_seconds']:.3f} s"
     return (
-        f"| {name} | {row['density']:.2f} | {taken} | {right} | "
-        f"{row['latent_relative_l2']:.3f} | {row['psnr_db']:.1f} |"
+        f"| {name} | {row['density']:.2f} |{taken} | {right} | {row['latent_relative_l2']:.3f} | {row['psnr_db']:.1f} |"
     )
 
 
@@ -219,6 +233,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--preset", default="draft")
     parser.add_argument("--num-prompts", type=int, default=16, help="of each kind")
+    parser.add_argument("--batch-size", type=int, default=1, help="clips at once: with more than one, none is timed")
     parser.add_argument("--only", nargs="+", choices=available_names(), help="these backends, beside the first")
     parser.add_argument("--settings", default="", help="of each backend, those whose label contains this")
     parser.add_argument("--times", action="store_true", help="the CPU time of one clip of each, and nothing else")

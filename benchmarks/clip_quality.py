@@ -141,7 +141,9 @@ def _check(wanted: SceneAttributes, clip: numpy.ndarray) -> Verdict:
 
 def psnr(frames: torch.Tensor, full: torch.Tensor) -> float:
     """Mean over clips, in dB; equal clips count as 100."""
-    error = (frames.float() - full.float()).square().flatten(1).mean(dim=1)
+    # One by one: 1,024 clips of 29 frames of 256 x 256 are 6 GB in 8 bits and 23 GB in float32.
+    pairs = zip(frames, full, strict=True)
+    error = torch.stack([(one.float() - other.float()).square().mean() for one, other in pairs])
     return float(torch.where(error > 0, 10 * torch.log10(255.0**2 / error.clamp(min=1e-9)), 100.0).mean())
 
 

@@ -281,6 +281,16 @@ def measured_rows(constants: Constants) -> list[tuple[str, int, float, float, st
         made = predict(a14b, degrees, constants, quantization=row["quantization"])
         fitted = "fitted" if row["name"] == "tensor parallel 2" else ""
         found.append((f"Wan 14B, {row['name']}", degrees.num_processes, row["ms"], made.total, fitted))
+    scaled = rows_of("scaling_gpu")
+    for name, row in scaled.items():
+        degrees = Degrees(**row["degrees"])
+        # What NCCL_MAX_CTAS costs is measured and not predicted.
+        if degrees.num_processes == 1 or "NCCL_MAX_CTAS" in name:
+            continue
+        model, scheme = name.split(": ")
+        one = scaled[f"{model}: one GPU"]["ms"]
+        made = predict(known[model.split()[0]], degrees, constants, one_ms=one)
+        found.append((f"Wan 14B again, {scheme}", degrees.num_processes, row["ms"], made.total, ""))
     return found
 
 

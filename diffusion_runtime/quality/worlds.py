@@ -56,8 +56,8 @@ class EvaluationPrompts(Protocol):
 @dataclass(frozen=True)
 class World:
     """A world by its model's name. read_prompt: text -> attributes, None for other words than the model knows; judge:
-    (attributes, frames [frames, height, width, 3] uint8) -> verdict. lacks: why clips cannot be judged in this
-    installation, None where they can."""
+    (attributes, frames [frames, height, width, 3] uint8, on any device) -> verdict. lacks: why clips cannot be judged
+    in this installation, None where they can."""
 
     name: str
     read_prompt: Callable[[str], Any]
@@ -101,12 +101,12 @@ def proportions(verdicts: Sequence[Verdict]) -> dict[str, Proportion]:
 
 
 @functools.cache
-def _detector() -> Detector:
-    return load_detector(EMOJI_DETECTOR, "cpu")
+def _detector(device: str) -> Detector:
+    return load_detector(EMOJI_DETECTOR, device)
 
 
 def _judge_emoji(attributes: Any, frames: Tensor) -> Verdict:
-    return emoji_judge.judge(attributes, emoji_judge.read_clips(_detector(), frames[None])[0])
+    return emoji_judge.judge(attributes, emoji_judge.read_clips(_detector(str(frames.device)), frames[None])[0])
 
 
 def _lacks_detector() -> str | None:

@@ -17,7 +17,7 @@ from scripts.train_embedded.vae_buckets import Bucket
 from scripts.train_embedded.world import World
 
 POOL_BATCHES = 32
-"""Batches in the pool. Of 29 frames of 256 x 256 a clip takes 8.1 MB, and the pool 2.1 GB at batches of eight."""
+"""Batches in the pool. Of 29 frames of 256 x 256 a clip takes 8.1 MB, and the pool 1.0 GB at batches of four."""
 USES, REFRESHED_BATCHES = 4, 2
 """How often a clip is seen on average, and how many batches are replaced at once."""
 REFRESH_EVERY = USES * REFRESHED_BATCHES

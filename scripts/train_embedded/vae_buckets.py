@@ -51,8 +51,9 @@ EMOJI_BUCKETS = (
     Bucket(1, 256, 96, 0.14),
 )
 """Few shapes, since each costs compiling, and half the pixels a step: steps count for more than clips."""
-EMOJI_DECODER_BUCKETS = (Bucket(29, 256, 8, 0.8), Bucket(29, 128, 32, 0.1), Bucket(1, 256, 64, 0.1))
-"""Of a training of the decoder alone: the size that is judged, and enough of the others that they do not get worse."""
+EMOJI_DECODER_BUCKETS = (Bucket(29, 256, 4, 0.8), Bucket(29, 128, 16, 0.1), Bucket(1, 256, 32, 0.1))
+"""Of a training of the decoder alone: the size that is judged, and enough of the others that they do not get worse. The
+noise of its gradient is that of a batch of 4."""
 TOY_BUCKETS = (Bucket(5, 48, 2, 0.5), Bucket(9, 32, 2, 0.5))
 SHAPES_VAE = VaeRecipe(BUCKETS, foreground_weight=10.0, edge_weight=6.0)
 EMOJI_VAE = VaeRecipe(

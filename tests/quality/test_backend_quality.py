@@ -41,6 +41,9 @@ def test_rows_of_several_machines_stand_side_by_side() -> None:
     assert "| `fa` | 1.00 | 0.100 s |" in text
     assert NO_GPU_RUN not in text
     assert tables(merged([cpu, times])).endswith(NO_GPU_RUN)
+    in_batches = {key: value for key, value in FIGURES.items() if key != "denoise_seconds"}
+    of_batches = document("H200", "bfloat16", {"backend": "torch_sdpa", **in_batches})
+    assert "| `torch_sdpa` | 1.00 | | 1.00 (0.70-1.00) |" in tables(of_batches)
 
 
 def test_the_page_shows_the_committed_results() -> None:

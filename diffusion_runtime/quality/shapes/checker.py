@@ -117,5 +117,5 @@ def _compare(wanted: ObjectAttributes, seen: ObjectAttributes, moving: bool) -> 
 
 
 def check_clip(attributes: SceneAttributes, frames: Tensor) -> Verdict:
-    """Read one clip, uint8 [frames, height, width, 3], and judge it against a prompt's attributes."""
-    return judge(attributes, read_clip(frames))
+    """Read one clip, uint8 [frames, height, width, 3] on any device, and judge it against a prompt's attributes."""
+    return judge(attributes, read_clip(frames.cpu()))
