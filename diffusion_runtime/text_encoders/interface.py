@@ -136,12 +136,9 @@ class Conditions:
     def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
         """Return one sentence for each part of the prompt at `index` that the model cannot read. prompt: its text,
         quoted in the sentences."""
-        quoted = repr(prompt if len(prompt) <= 60 else f"{prompt[:57]}...")
-        remarks = []
+        quoted, remarks = _quoted(prompt), []
         if unknown := self.unknown_words[index]:
-            words = ", ".join(_with_nearest(word, self.known_words) for word in unknown[:_MAX_NAMED])
-            more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-            remarks.append(f"prompt {quoted}: the model's tokenizer does not know {words}{more}")
+            remarks.append(unknown_words_remark(prompt, unknown, self.known_words))
         if self.num_cut_tokens[index]:
             count, room = self.num_cut_tokens[index], self.embeddings.shape[1]
             whom = "" if self.encoder is None else f" for {self.encoder}"
@@ -185,6 +182,17 @@ class Conditions:
             pooled=None if self.pooled is None else torch.zeros_like(self.pooled),
             further=tuple(stream.zeroed() for stream in self.further),
         )
+
+
+def unknown_words_remark(prompt: str, unknown: Sequence[str], known: Sequence[str]) -> str:
+    """Return the sentence about a prompt's words that a tokenizer does not know. known: see Conditions.known_words."""
+    words = ", ".join(_with_nearest(word, known) for word in unknown[:_MAX_NAMED])
+    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+    return f"prompt {_quoted(prompt)}: the model's tokenizer does not know {words}{more}"
+
+
+def _quoted(prompt: str) -> str:
+    return repr(prompt if len(prompt) <= 60 else f"{prompt[:57]}...")
 
 
 def _with_nearest(word: str, known: Sequence[str]) -> str:

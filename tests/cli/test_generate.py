@@ -234,6 +234,14 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(command: Command, tiny
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_a_dry_run_names_words_that_the_model_does_not_know(command: Command) -> None:
+    """As the run would: a model of whole words ignores the others."""
+    arguments = ("generate", "a wale and a fox", "--model-path", "emoji", "--device", "cpu", "--dry-run")
+    expected = "prompt 'a wale and a fox': the model's tokenizer does not know 'wale' (nearest: 'whale' or 'whales')"
+    assert expected in command(*arguments).said
+    assert [item["remarks"] for item in command(*arguments, "--json").json["items"]] == [[expected]]
+
+
 def test_a_dry_run_reads_no_weights(command: Command, tiny_wan_copy: object, tiny_flags: Flags) -> None:
     assert callable(tiny_wan_copy)
     folder = tiny_wan_copy()
