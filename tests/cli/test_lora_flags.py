@@ -109,7 +109,7 @@ def test_the_shipped_lora_goes_by_its_name_everywhere(command: Command) -> None:
 
 
 def test_preset_fast_brings_its_lora_once(command: Command, tiny_wan_folder: Path) -> None:
-    dry = ("generate", "a ring", "--dry-run", "--preset", "fast")
+    dry = ("generate", "a star", "--dry-run", "--preset", "fast")
     of_shapes, of_emoji = [1.0, 0.984, 0.952, 0.87], [1.0, 0.977, 0.933, 0.824]
     for given, expected, sigmas in (
         (("--model-path", "shapes"), [("shapes-fast", 1.0)], of_shapes),
