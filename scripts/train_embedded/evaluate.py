@@ -40,21 +40,23 @@ from scripts.train_embedded.train_vae import clip_to_frames
 
 @dataclass(frozen=True)
 class Setting:
-    """One sampler, named in reports as scheduler:steps:guidance:shift."""
+    """One sampler, named in reports as scheduler:steps:guidance:shift, and :guidance_stop where that is not 1."""
 
     scheduler: str
     num_steps: int
     guidance: float
     shift: float
+    guidance_stop: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """`euler:12:3:5` -> Euler, 12 steps, guidance 3, shift 5."""
-        scheduler, steps, guidance, shift = text.split(":")
-        return cls(scheduler, int(steps), float(guidance), float(shift))
+        """`euler:12:3:5` -> Euler, 12 steps, guidance 3, shift 5; `euler:12:3:5:0.5` guides the first half of them."""
+        scheduler, steps, *numbers = text.split(":")
+        return cls(scheduler, int(steps), *map(float, numbers))
 
     def __str__(self) -> str:
-        return f"{self.scheduler}:{self.num_steps}:{self.guidance:g}:{self.shift:g}"
+        stop = "" if self.guidance_stop == 1 else f":{self.guidance_stop:g}"
+        return f"{self.scheduler}:{self.num_steps}:{self.guidance:g}:{self.shift:g}{stop}"
 
 
 class Model:
@@ -164,7 +166,9 @@ def measure(
 ) -> Figures:
     """Accuracy of one setting on one kind of prompts; the first clips go to a contact sheet."""
     scheduler = build_scheduler(setting.scheduler, setting.shift)
-    settings = replace(shape, num_steps=setting.num_steps, guidance=setting.guidance)
+    settings = replace(
+        shape, num_steps=setting.num_steps, guidance=setting.guidance, guidance_stop=setting.guidance_stop
+    )
     kept: list[Tensor] = []
 
     def generate(prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:

@@ -25,6 +25,8 @@ class SamplerSettings:
     num_frames: int = 29
     size: int = 256
     prompt_tokens: int = MAX_PROMPT_TOKENS
+    guidance_stop: float = 1.0
+    """Share of the steps before which there is guidance, as in the request field of this name."""
 
 
 class Sampler:
@@ -58,15 +60,16 @@ class Sampler:
         ]
         latents = torch.cat(noise).to(self._device)
         text = self.embed(prompts, settings.prompt_tokens)
-        guided = settings.guidance > 1
-        if guided:
-            text = torch.cat([text, self.embed([""] * len(prompts), settings.prompt_tokens)])
+        both = text
+        if settings.guidance > 1:
+            both = torch.cat([text, self.embed([""] * len(prompts), settings.prompt_tokens)])
         scheduler = copy.deepcopy(scheduler)
         scheduler.set_timesteps(settings.num_steps, device=self._device)
         scheduler.set_begin_index(0)
-        for timestep in scheduler.timesteps:
-            inputs = torch.cat([latents, latents]) if guided else latents
-            velocity = self._transformer(inputs, timestep.expand(len(inputs)), text, return_dict=False)[0].float()
+        for index, timestep in enumerate(scheduler.timesteps):
+            guided = settings.guidance > 1 and index / settings.num_steps < settings.guidance_stop
+            inputs, read = (torch.cat([latents, latents]), both) if guided else (latents, text)
+            velocity = self._transformer(inputs, timestep.expand(len(inputs)), read, return_dict=False)[0].float()
             if guided:
                 said, empty = velocity.chunk(2)
                 velocity = empty + settings.guidance * (said - empty)

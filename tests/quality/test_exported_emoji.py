@@ -15,7 +15,9 @@ from diffusion_runtime import GenerationRequest, load_pipeline
 from diffusion_runtime.models.model_sources import EMBEDDED_FOLDERS
 from scripts.train_embedded.architecture import build_text_encoder, build_tokenizer, build_transformer
 from scripts.train_embedded.eight_bits import write_folder
+from scripts.train_embedded.evaluate import Model, Setting
 from scripts.train_embedded.export import build_scheduler, export_folder, load_component, load_vae
+from scripts.train_embedded.sampling import SamplerSettings
 from scripts.train_embedded.world import EMOJI
 
 FOLDER = EMBEDDED_FOLDERS["emoji"]
@@ -58,3 +60,22 @@ def test_scripts_read_the_numbers_that_the_package_computes_with(folder: Path) -
     assert load_component(folder, AutoencoderKLWan).config.latents_mean == load_vae(folder).config.latents_mean
     values = json.loads((folder / "transformer" / "config.json").read_text())
     assert values["quantization_config"] == {"quant_method": "comfy_quant", "dequantize": True}
+
+
+def test_what_is_judged_is_what_the_package_makes(folder: Path) -> None:
+    """Guidance in a part of the steps too."""
+    setting = Setting.parse("unipc:4:3:12:0.5")
+    assert str(setting) == "unipc:4:3:12:0.5"
+    assert Setting.parse("unipc:4:3:12") == Setting("unipc", 4, 3.0, 12.0)
+    pipeline = load_pipeline(str(folder), device="cpu", dtype="float32")
+    request = GenerationRequest("a fox on grass", seed=3, height=64, width=64, num_frames=5, guidance_scale=3.0,
+                                num_inference_steps=4, guidance_stop=setting.guidance_stop)  # fmt: skip
+    expected = torch.from_numpy(pipeline(request).frames).float()
+    judged, everywhere = (
+        Model(folder, "cpu", bf16=False)
+        .frames(["a fox on grass"], [3], build_scheduler("unipc", 12.0), SamplerSettings(4, 3.0, 5, 64, 64, stop))[0]
+        .float()
+        for stop in (setting.guidance_stop, 1.0)
+    )
+    assert (judged - expected).abs().mean() < 0.01
+    assert (everywhere - expected).abs().mean() > 0.1
