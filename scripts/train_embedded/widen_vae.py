@@ -1,14 +1,19 @@
-"""Widen the deepest level of a trained VAE, so that training goes on from what it knows.
+"""Widen a trained VAE, so that training goes on from what it knows: its deepest level, or the whole decoder.
 
 python -m scripts.train_embedded.widen_vae vae.pt wide.pt
+python -m scripts.train_embedded.widen_vae vae.pt wide.pt --decoder-base 28    # for EMOJI_SIZES with this base
 
-Channels are doubled as in Chen et al., "Net2Net: accelerating learning via knowledge transfer" (arXiv 1511.05641): what
-a channel sends on is divided between the two, unevenly, so that they learn different things. RMS norms do not notice.
+Channels of the deepest level are doubled as in Chen et al., "Net2Net: accelerating learning via knowledge transfer"
+(arXiv 1511.05641): what a channel sends on is divided between the two, unevenly, so that they learn different things.
+RMS norms do not notice. New channels of the whole decoder are zero at first, and what reads them is not, so that they
+learn.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,14 +74,50 @@ def _drop_shortcut(old: dict[str, Tensor], wide: dict[str, Tensor], generator: t
     wide[block + "conv2.bias"] = torch.zeros_like(wide[block + "conv2.bias"])
 
 
+def widen_decoder(
+    state: dict[str, Tensor], decoder_base: int, sizes: Sizes = EMOJI_SIZES, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return the state of a VAE with another `decoder_base`, not below its own, that computes what `state` does."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        key: each.shape for key, each in build_vae(sizes=replace(sizes, decoder_base=decoder_base)).state_dict().items()
+    }
+    return {key: _padded(key, value, shapes[key], generator) for key, value in state.items()}
+
+
+def _padded(key: str, old: Tensor, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Add channels: outputs of zero behind those of each chunk, and random inputs."""
+    if old.shape == shape:
+        return old
+    if key.endswith("gamma"):
+        # The norm is over more channels, of which the new ones are zero.
+        held = old * math.sqrt(old.shape[0] / shape[0])
+        return torch.cat([held, held.mean().expand(shape[0] - old.shape[0], *old.shape[1:])])
+    num_chunks = 3 if "to_qkv" in key else 2 if "time_conv" in key else 1
+    chunks = list(old.chunk(num_chunks))
+    if num_chunks == 3:
+        # Attention divides by the root of the number of channels, which has grown.
+        chunks[0] = chunks[0] * math.sqrt(shape[0] / old.shape[0])
+    new = torch.zeros(num_chunks, shape[0] // num_chunks, *shape[1:])
+    if old.ndim > 1 and shape[1] > old.shape[1]:
+        place = new[:, : len(chunks[0]), old.shape[1] :]
+        place.copy_(old.std() * torch.randn(place.shape, generator=generator))
+    for at, chunk in enumerate(chunks):
+        new[at][tuple(slice(length) for length in chunk.shape)] = chunk
+    return new.flatten(0, 1)
+
+
 def main() -> None:
     """Read a vae.pt and write the wide one; its latents are the same, so their statistics stay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("narrow", type=Path)
     parser.add_argument("wide", type=Path)
+    parser.add_argument("--decoder-base", type=int, help="channels of the decoder's first level; the encoder stays")
     arguments = parser.parse_args()
     held = torch.load(arguments.narrow, map_location="cpu")
-    torch.save({**held, "state": widen(held["state"])}, arguments.wide)
+    base = arguments.decoder_base
+    wide = widen(held["state"]) if base is None else widen_decoder(held["state"], base)
+    torch.save({**held, "state": wide}, arguments.wide)
 
 
 if __name__ == "__main__":

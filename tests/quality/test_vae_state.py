@@ -24,7 +24,7 @@ from scripts.train_embedded.export import load_vae
 from scripts.train_embedded.train_transformer import initial_states
 from scripts.train_embedded.train_vae import training_clips
 from scripts.train_embedded.vae_buckets import Bucket
-from scripts.train_embedded.widen_vae import widen
+from scripts.train_embedded.widen_vae import widen, widen_decoder
 from scripts.train_embedded.world import EMOJI
 
 FOLDER = EMBEDDED_FOLDERS["emoji"]
@@ -48,6 +48,18 @@ def test_eight_bits_keep_every_weight_to_half_a_step_of_its_channel(tmp_path: Pa
     for name, value in state.items():
         step = value.flatten(1).abs().amax(dim=1).max() / 127 if value.ndim > 1 else value.abs().max() / 1024
         assert (loaded[name] - value).abs().max() <= 0.51 * step + 1e-8, name
+
+
+@torch.no_grad()
+def test_a_widened_decoder_computes_what_the_narrow_one_did() -> None:
+    narrow = load_vae(FOLDER)
+    wide = build_vae(sizes=replace(EMOJI_SIZES, decoder_base=28))
+    wide.load_state_dict(widen_decoder(narrow.state_dict(), 28))
+    latents = torch.randn(1, 16, 2, 8, 8, generator=torch.Generator().manual_seed(1))
+    expected = WholeClipVae(narrow).decode(latents)
+    assert (WholeClipVae(wide).decode(latents) - expected).abs().max() < 1e-4 * expected.abs().max()
+    # What reads the new channels is not zero: they can learn.
+    assert wide.decoder.up_blocks[2].resnets[0].conv1.weight[:24, 24:].abs().mean() > 0
 
 
 @torch.no_grad()
