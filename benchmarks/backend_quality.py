@@ -12,8 +12,8 @@ Each backend makes the same seeded prompts in self-attention, `torch_sdpa` first
 `torch_sdpa`. Recorded: prompt accuracy with its 95 % interval, the relative L2 distance of the final latents and the
 PSNR of the frames from the first row's, the share of (query, key) pairs that self-attention computed, the median time
 of denoising one clip, and with --times the process's CPU time of one clip, which other work on the machine changes
-little. With --batch-size, for many prompts on a GPU, no time is kept. Rows are kept by model, device and dtype, so
-those of several machines stand in one file. A backend that cannot run here is a row with its reasons, which a merge
+little. With --batch-size, for many prompts on a GPU, no time is kept. Rows are kept by model, device, dtype and preset,
+so those of several machines stand in one file. A backend that cannot run here is a row with its reasons, which a merge
 keeps until the same device has a figure. On a CPU the times say what the eager formulas of the sparse methods and of
 int8 take there, which nobody chooses for speed.
 """
@@ -155,21 +155,21 @@ def density(clips: Clips, densities: list[float]) -> float:
 def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The first document with the rows of all: what later ones say of the same device, dtype and setting is added.
     Reasons of a refusal stay where no document has a figure, and go where one has."""
-    rows: dict[tuple[str, str, str, str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for document in documents:
         for row in document["rows"]:
             about = {"model": document["model"], "device": document["machine"]["device"], "dtype": document["dtype"]}
-            row = {**about, **row}
+            row = {**about, "preset": document["preset"], **row}
             if "accuracy" in row:
                 row = {"num_prompts": document["num_prompts"], **row}
-            key = row["model"], row["device"], row["dtype"], row["backend"], row["setting"]
+            key = (*place_of(row), row["backend"], row["setting"])
             held = rows.setdefault(key, {})
             if "refused" in row and is_measured(held):
                 continue
             held.update(row)
             if is_measured(held):
                 held.pop("refused", None)
-    places = dict.fromkeys(key[:3] for key in rows)
+    places = dict.fromkeys(key[:4] for key in rows)
     order = [(name, label) for name in (FIRST, *available_names()) for label in SETTINGS.get(name, {"": {}})]
     machines = [each for document in documents for each in document.get("machines", [document["machine"]])]
     return {
@@ -179,20 +179,25 @@ def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def place_of(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """What rows of one table share."""
+    return row["model"], row["device"], row["dtype"], row["preset"]
+
+
 def is_measured(row: Mapping[str, Any]) -> bool:
     return "accuracy" in row or "cpu_seconds" in row
 
 
 def tables(document: Mapping[str, Any]) -> str:
-    """A Markdown table for each model, device and dtype, under a line that names them."""
+    """A Markdown table for each model, device, dtype and preset, under a line that names them."""
     rows = merged([document])["rows"]
     blocks = []
-    for place in dict.fromkeys((row["model"], row["device"], row["dtype"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["device"], row["dtype"]) == place]
+    for place in dict.fromkeys(map(place_of, rows)):
+        own = [row for row in rows if place_of(row) == place]
         counts = sorted({row["num_prompts"] for row in own if "accuracy" in row})
         prompts = " and ".join(map(str, counts))
         header = "| backend | density | time | one object | two objects | latent distance | PSNR, dB |"
-        title = f"`{place[0]}`, {place[1]}, {place[2]}, {prompts} prompts of each kind:"
+        title = f"`{place[0]}`, {place[1]}, {place[2]}, preset {place[3]}, {prompts} prompts of each kind:"
         refused = ", ".join(f"`{row['backend']}`" for row in own if "refused" in row)
         listed = ["", f"Refused there: {refused}."] if refused else []
         figures = [line(row) for row in own if is_measured(row)]

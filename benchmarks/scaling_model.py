@@ -289,6 +289,7 @@ def measured_rows(constants: Constants) -> list[tuple[str, int, float, float, st
             continue
         model, scheme = name.split(": ")
         one = scaled[f"{model}: one GPU"]["ms"]
+        # `--plan two` has these rows alone: single forwards of the size and dtype that the model is known in.
         made = predict(known[model.split()[0]], degrees, constants, one_ms=one)
         found.append((f"Wan 14B again, {scheme}", degrees.num_processes, row["ms"], made.total, ""))
     return found

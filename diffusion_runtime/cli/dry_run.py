@@ -129,7 +129,8 @@ def _remarks(description: PipelineDescription, request: GenerationRequest) -> li
 
     remarks = list(description.rules.unused(request))
     if (tokenizer := _whole_word_tokenizer(description.model_folder / "tokenizer")) is not None:
-        for prompt in filter(None, dict.fromkeys((request.prompt, request.negative_prompt))):
+        negative = request.negative_prompt if description.rules.is_guided(request) else None
+        for prompt in filter(None, dict.fromkeys((request.prompt, negative))):
             if unknown := tokenize(tokenizer, clean_prompt(prompt), MAX_TOKENS).unknown_words:
                 remarks.append(unknown_words_remark(prompt, unknown, tokenizer.whole_words))
     return remarks

@@ -15,7 +15,7 @@ FIGURES = {"density": 1.0, "denoise_seconds": 0.1, "latent_relative_l2": 0.0, "p
 
 
 def document(device: str, dtype: str, *rows: dict[str, Any]) -> dict[str, Any]:
-    about = {"model": "shapes", "dtype": dtype, "num_prompts": 8}
+    about = {"model": "shapes", "dtype": dtype, "preset": "draft", "num_prompts": 8}
     return {**about, "machine": {"device": device}, "rows": [{"setting": "", "options": {}, **row} for row in rows]}
 
 
@@ -30,13 +30,16 @@ def test_rows_of_several_machines_stand_side_by_side() -> None:
     assert "refused" not in found["H100", "fa"]
     assert (found["EPYC", "torch_sdpa"]["cpu_seconds"], found["H100", "torch_sdpa"].get("cpu_seconds")) == (2.0, None)
     assert [machine["device"] for machine in joined["machines"]] == ["EPYC", "H100"]
+    # Another preset is another table, not another figure in the same row.
+    whole = {**gpu, "preset": "default", "rows": [{**gpu["rows"][0], "density": 0.5}]}
+    assert [row["density"] for row in merged([gpu, whole])["rows"] if row["backend"] == "torch_sdpa"] == [1.0, 0.5]
     # A figure takes the place of a refusal on the same machine, and not the other way round.
     later = document("EPYC", "float32", {"backend": "fa", **FIGURES})
     for order in ([cpu, later], [later, cpu]):
         row = next(row for row in merged(order)["rows"] if row["backend"] == "fa")
         assert "refused" not in row
     text = tables(joined)
-    assert "`shapes`, EPYC, float32, 8 prompts of each kind:" in text
+    assert "`shapes`, EPYC, float32, preset draft, 8 prompts of each kind:" in text
     assert "Refused there: `fa`." in text
     assert "| `fa` | 1.00 | 0.100 s |" in text
     assert NO_GPU_RUN not in text
