@@ -2,7 +2,7 @@
 
     python -m benchmarks.end_to_end --seconds 540 --output benchmarks/results/end_to_end.json
     python -m benchmarks.end_to_end --models shapes wan2.1-1.3b --settings torch_sdpa fa4 --output FILE
-    python -m benchmarks.end_to_end --case "shapes --preset fast" --setting "fp8: --quantization fp8" --output FILE
+    python -m benchmarks.end_to_end --case "emoji --preset fast" --setting "fp8: --quantization fp8" --output FILE
     python -m benchmarks.end_to_end --write docs/benchmarks.md      # the table of the committed results
 
 Every pair of a case (a model and its size) and a setting (flags of `bench generate`) is a process of its own. One that
@@ -31,7 +31,7 @@ BEGIN, END = "<!-- python -m benchmarks.end_to_end --write: begin -->", "<!-- en
 # A model and flags of `bench generate` that say what is made. Quick ones first: --seconds may end the list anywhere.
 CASES = (
     "shapes",
-    "shapes --preset fast",
+    "emoji --preset fast",
     "z-image-turbo",
     "flux.1-dev --num-inference-steps 28",
     "wan2.1-1.3b --preset fastwan-3",

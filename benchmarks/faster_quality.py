@@ -8,8 +8,7 @@ The full run is 24 UniPC steps with guidance. TeaCache and MagCache run with wha
 run, on CALIBRATION_PROMPTS prompts of combinations never trained on, which no row makes. Each row makes the same seeded
 prompts; recorded are prompt accuracy with its 95 % interval, the relative L2 distance of the latents from the full
 run's, the PSNR of the frames, and the time of denoising one clip by itself (median of several, warm) over the full
-run's. What a way has to beat is the row of plain steps that takes as long. Few-step weights make other clips from the
-same noise, so their distances say little.
+run's. What a way has to beat is the row of plain steps that takes as long.
 """
 
 from __future__ import annotations
@@ -48,14 +47,11 @@ DENSE = AttentionSpec("torch_sdpa")
 @dataclass(frozen=True)
 class Way:
     """One setting. request: values beside the prompt, with CALIBRATION for the file of one; attention: of
-    self-attention; lora: shipped; preset: with it. quantization: of linear layers; in 8-bit products with --dtype
-    bfloat16 on a GPU."""
+    self-attention. quantization: of linear layers; in 8-bit products with --dtype bfloat16 on a GPU."""
 
     name: str
     request: Mapping[str, Any] = field(default_factory=dict)
     attention: AttentionSpec = DENSE
-    lora: str | None = None
-    preset: str | None = None
     quantization: str = "none"
 
 
@@ -97,9 +93,6 @@ WAYS = (
     Way("SVG2 0.95, EasyCache 0.1", _steps(FULL_STEPS, step_cache="easycache:threshold=0.1"), SVG2_HALF),
     Way("fp8", _steps(FULL_STEPS), quantization="fp8"),
     Way("fp8-all", _steps(FULL_STEPS), quantization="fp8-all"),
-    Way("fast", lora="shapes-fast", preset="fast"),
-    Way("fast, first 3 levels", _steps(3, sigmas=(1.0, 0.984, 0.952)), lora="shapes-fast", preset="fast"),
-    Way("fast, VSA 0.6", {}, VSA, lora="shapes-fast", preset="fast"),
 )
 
 
@@ -153,21 +146,17 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 device=arguments.device,
                 dtype=arguments.dtype,
                 attention=AttentionConfig(per_role={"self": way.attention}),
-                lora=[way.lora] if way.lora else [],
                 quantization=way.quantization,
             )
             # Each clip by itself, the first one warms up.
-            singles = generate_clips(pipeline, prompts[: TIMED_CLIPS + 1], request, preset=way.preset)
+            singles = generate_clips(pipeline, prompts[: TIMED_CLIPS + 1], request)
             seconds = statistics.median(singles.denoise_seconds[1:])
-            made = generate_clips(
-                pipeline, prompts, request, preset=way.preset, batch_size=arguments.batch, checkers=pool
-            )
+            made = generate_clips(pipeline, prompts, request, batch_size=arguments.batch, checkers=pool)
             if full is None:
                 full, full_seconds = made, seconds
             row = {
                 "name": way.name,
                 "request": dict(way.request),
-                "preset": way.preset,
                 "attention": {"self": way.attention.name, "options": dict(way.attention.options)},
                 "computed_share": computed_share(made),
                 "denoise_seconds": seconds,

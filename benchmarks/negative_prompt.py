@@ -1,10 +1,11 @@
-"""What a negative prompt does on the embedded model of 4 steps, without guidance: normalized attention guidance (NAG).
+"""What a negative prompt does on the embedded model `emoji` in 4 steps, without guidance: normalized attention guidance
+(NAG).
 
-    python -m benchmarks.negative_prompt --output benchmarks/results/negative_prompt.json [--seeds 12]
+    python -m benchmarks.negative_prompt --output benchmarks/results/negative_prompt.json [--every 4] [--seeds 1]
 
-Prompts name a shape and leave its colour open. Each is made once as it is, and the colour of what was made is read off
-the picture; then again from the same noise with that colour and shape as the negative prompt. The figures are shares of
-pictures: without that colour, with the prompt's shape alone, with one object, and with the first two together; beside
+Prompts name a thing and leave its scene open. Each is made once as it is, and the scene of what was made is read off
+the picture; then again from the same noise with that thing in that scene as the negative prompt. The figures are shares
+of pictures: without that scene, with the prompt's thing alone, with one thing, and with the first two together; beside
 guidance by a second branch. First it is checked that nag_scale 1 gives the picture as it is.
 """
 
@@ -21,8 +22,11 @@ import torch
 
 from benchmarks.machine import describe_host
 from diffusion_runtime import GenerationRequest, load_pipeline
-from diffusion_runtime.quality.shapes.attributes import SHAPE_NAMES
-from diffusion_runtime.quality.shapes.checker import read_clip
+from diffusion_runtime.quality.emoji.detector import load_detector
+from diffusion_runtime.quality.emoji.judge import Reading, read_clips
+from diffusion_runtime.quality.emoji.things import THING_NAMES
+from diffusion_runtime.quality.emoji.wording import SCENES, article
+from diffusion_runtime.quality.worlds import EMOJI_DETECTOR
 
 WAYS: dict[str, dict[str, float]] = {
     "as it is": {},
@@ -35,20 +39,17 @@ WAYS: dict[str, dict[str, float]] = {
 }
 
 
-def seen(frames: numpy.ndarray) -> list[tuple[str | None, str | None]]:
-    """The colour and the shape of every object of a picture; None for what cannot be read."""
-    return [(each.colour, each.shape) for each in read_clip(torch.from_numpy(frames)).scene.objects]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=12, help="of each of the five shapes")
+    parser.add_argument("--every", type=int, default=4, help="of so many things one")
+    parser.add_argument("--seeds", type=int, default=1, help="of each thing")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    pipeline = load_pipeline("shapes", device="cpu", lora=["shapes-fast"])
+    pipeline = load_pipeline("emoji", device="cpu", lora=["emoji-fast"])
+    detector = load_detector(EMOJI_DETECTOR, "cpu")
     asked = [
-        (shape, GenerationRequest(f"a {shape}", num_frames=1, seed=seed))
-        for shape in SHAPE_NAMES
+        (thing, GenerationRequest(f"{article(thing)} {thing}", num_frames=1, seed=seed))
+        for thing in THING_NAMES[:: arguments.every]
         for seed in range(arguments.seeds)
     ]
 
@@ -56,41 +57,42 @@ def main() -> None:
         batch = [dataclasses.replace(pipeline.resolve(request, "fast"), **values) for request in requests]
         return [each.frames for each in pipeline.generate(batch)]
 
+    def seen(pictures: list[numpy.ndarray]) -> list[Reading]:
+        return read_clips(detector, torch.from_numpy(numpy.stack(pictures)))
+
     plain = made([request for _, request in asked], WAYS["as it is"])
     off = made([request for _, request in asked], {**WAYS["as it is"], "nag_scale": 1.0})
     assert all((a == b).all() for a, b in zip(plain, off, strict=True)), "nag_scale 1 is not off"
-    before = [seen(frames) for frames in plain]
-    readable = [at for at, objects in enumerate(before) if len(objects) == 1 and objects[0][0] is not None]
-    colours = [before[at][0][0] for at in readable]
-    shapes = [asked[at][0] for at in readable]
+    before = seen(plain)
+    readable = [
+        at for at, ((thing, _), found) in enumerate(zip(asked, before, strict=True))
+        if [each.thing for each in found.things] == [thing]
+    ]  # fmt: skip
+    things = [asked[at][0] for at in readable]
+    scenes = [before[at].scene for at in readable]
     requests = [
-        dataclasses.replace(asked[at][1], negative_prompt=f"a {colour} {shape}")
-        for at, colour, shape in zip(readable, colours, shapes, strict=True)
+        dataclasses.replace(asked[at][1], negative_prompt=f"{asked[at][1].prompt} {SCENES[scene][0]}")
+        for at, scene in zip(readable, scenes, strict=True)
     ]
     rows = []
     for name, values in WAYS.items():
-        after = [seen(frames) for frames in made(requests, values)]
-        gone = [
-            bool(objects) and all(found not in (None, colour) for found, _ in objects)
-            for objects, colour in zip(after, colours, strict=True)
-        ]
-        kept = [
-            bool(objects) and all(found == shape for _, found in objects)
-            for objects, shape in zip(after, shapes, strict=True)
-        ]
+        after = seen(made(requests, values)) if values else [before[at] for at in readable]
+        gone = [found.scene != scene for found, scene in zip(after, scenes, strict=True)]
+        kept = [{each.thing for each in found.things} == {thing} for found, thing in zip(after, things, strict=True)]
         shares = {
-            "without_the_colour": gone,
-            "right_shape": kept,
-            "one_object": [len(objects) == 1 for objects in after],
-            "without_the_colour_of_right_shape": [a and b for a, b in zip(gone, kept, strict=True)],
+            "without_the_scene": gone,
+            "right_thing": kept,
+            "one_thing": [len(found.things) == 1 for found in after],
+            "without_the_scene_of_right_thing": [a and b for a, b in zip(gone, kept, strict=True)],
         }
         rows.append({"way": name, **{what: round(sum(each) / len(each), 3) for what, each in shares.items()}})
         print(rows[-1], flush=True)
     document = {
-        "schema": "diffusion_runtime.negative_prompt/1",
+        "schema": "diffusion_runtime.negative_prompt/2",
         "machine": describe_host(),
         "num_pictures": len(readable),
         "num_unreadable_before": len(asked) - len(readable),
+        "scenes": {name: scenes.count(name) for name in sorted(set(scenes))},
         "rows": rows,
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

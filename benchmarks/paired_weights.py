@@ -2,8 +2,9 @@
 
     python -m benchmarks.paired_weights --model shapes-causal --other '{"model": "FOLDER"}' \\
         --values '{"num_frames": 29}' --pairs pairs.jsonl --output quality.json
-    python -m benchmarks.paired_weights --loads '{"lora": ["shapes-fast"]}' --other '{"lora": ["FILE"]}' \\
-        --values '{"sampler": "flow_match_euler", "sigmas": [1.0, 0.984, 0.952, 0.87], "guidance_scale": 1.0}' ...
+    python -m benchmarks.paired_weights --model emoji --world emoji --loads '{"lora": ["emoji-fast"]}' \\
+        --other '{"lora": ["FILE"]}' \\
+        --values '{"sampler": "flow_match_euler", "sigmas": [1.0, 0.977, 0.933, 0.824], "guidance_scale": 1.0}' ...
 
 This makes both clips of a prompt from the same noise, a batch at a time, and appends a line for each prompt to --pairs,
 where it goes on when it is started again; prompts of one and of two objects by turns. --output: what the lines so far

@@ -31,7 +31,6 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
         "denoise_seconds": round(row["denoise_seconds"], 4),
         "psnr_db": round(row["psnr_db"], 2),
         "right": round(row["accuracy"]["one_object"]["joint"]["rate"], 4),
-        "preset": row["preset"],
         "values": row["request"],
         "attention": None if is_default else {"per_role": {"self": {"backend": chosen, "extra": options}}},
     }

@@ -133,7 +133,7 @@ def sampling_presets() -> tuple[SamplingPreset, ...]:
     return tuple(
         SamplingPreset(
             family=family,
-            name=entry.get("name", name),
+            name=name,
             request=entry["request"],
             models=entry["models"],
             source=entry["source"],
@@ -177,7 +177,8 @@ def unknown_preset(name: object, known: Iterable[str]) -> str:
     known = sorted(set(known))
     found = [preset for preset in sampling_presets() if preset.name == name]
     families = sorted({preset.family for preset in found if preset.model is None})
-    elsewhere = _alone([preset.model for preset in found if preset.model is not None])
+    own = [preset.model for preset in found if preset.model is not None]
+    elsewhere = [f"the embedded model {model} alone (--model-path {model}, native)" for model in own]
     elsewhere += [f"{' and '.join(families)} models"] if families else []
     if elsewhere:
         there = (
@@ -185,10 +186,6 @@ def unknown_preset(name: object, known: Iterable[str]) -> str:
         )
         return f"preset: {shown(name)} is for {' and '.join(elsewhere)}; {there}"
     return f"preset: unknown name {shown(name)}.{nearest(name, known) or ' Neither the model nor a config has any.'}"
-
-
-def _alone(models: Sequence[str]) -> list[str]:
-    return [f"the embedded models alone (--model-path {' or '.join(models)}, native)"] if models else []
 
 
 def _reason(folder: AnyFolder, model_path: str, where: str, wanted: Any) -> str | None:

@@ -89,13 +89,13 @@ async function compared(found, node, signal) {
   say("The comparison is complete.");
 }
 
-// The shipped figure of the setting of a job; none where any value differs. Sigmas of one's own leave no flow shift.
+// The shipped figure of the setting of a job; none where any value differs.
 function shippedRow({ rows }, { settings: { values, attention, lora } }) {
   const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
   return lora?.length ? null : rows.find((row) => {
-    const own = { ...model.card.presets[row.preset], ...row.values };
+    const own = row.values;
     return same(row.attention, attention) && Object.keys(own).every((name) => name in values)
-      && Object.entries(values).every(([name, value]) => same(value, own[name] ?? model.card.defaults[name]) || name === "flow_shift" && own.sigmas);
+      && Object.entries(values).every(([name, value]) => same(value, own[name] ?? model.card.defaults[name]));
   });
 }
 

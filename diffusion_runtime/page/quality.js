@@ -71,7 +71,7 @@ export function qualityView() {
 // What was measured of this model before it was shipped.
 function figures({ device, num_prompts: count, rows }, node) {
   if (!rows.length) return;
-  const use = (row) => { save({ values: row.values, preset: row.preset ?? "", attention: row.attention }); location.hash = "#make"; };
+  const use = (row) => { save({ values: row.values, preset: "", attention: row.attention }); location.hash = "#make"; };
   // Those that lose most would push the others into one corner.
   const points = rows.map((row, at) => ({ at, name: row.name, x: row.denoise_seconds, y: 100 * row.right, onclick: () => use(row) })).filter(({ y }) => y >= SHOWN);
   swap(node, el("h2", "Shipped figures"), el("p", `Of this model on one ${device}: the share of ${count} prompts of which everything in the clip is right. Settings below ${SHOWN} % are in the table alone.`),

@@ -95,12 +95,13 @@ def test_what_a_plan_advises_is_measured_for_it(command: Command, tiny_wan_folde
 
 
 def test_a_preset_brings_its_lora_along(command: Command) -> None:
-    shown = command("bench", "generate", *QUICK[:-2], "--preset", "fast", "--no-diffusers", "--repeats", "1", "--json")
+    flags = (*QUICK[:-2], "--preset", "fast", "--no-diffusers", "--repeats", "1", "--json")
+    shown = command("bench", "generate", "emoji", *flags)
     assert shown.code == 0, shown.err
     [lora] = shown.json["settings"]["lora"]
-    assert lora["path"] == "shapes-fast"
+    assert lora["path"] == "emoji-fast"
     assert shown.json["request"]["num_inference_steps"] == 4
-    assert any("the LoRA shapes-fast" in line for line in shown.json["rows"][0]["ran"])
+    assert any("the LoRA emoji-fast" in line for line in shown.json["rows"][0]["ran"])
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_graphs_are_made_on_a_gpu_unless_they_are_off(tiny_wan_folder: Path) -> 
 
 
 def test_a_pipeline_replays_across_prompts_seeds_and_loras_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = load_pipeline("shapes", device="cpu")
+    pipeline = load_pipeline("emoji", device="cpu")
     assert isinstance(pipeline, Pipeline)
     sizes = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 5}
     requests = [GenerationRequest("a red circle", seed=1, **sizes), GenerationRequest("a blue square", seed=2, **sizes)]
@@ -99,7 +99,7 @@ def test_a_pipeline_replays_across_prompts_seeds_and_loras_and_says_so(monkeypat
     assert found[0].attention_report.to_dict()["graphs"]["eager"][FIRST] == 1
     assert found[1].attention_report.to_dict()["graphs"]["eager"] == {NEW_REQUEST: 1}
     assert "cuda graphs: 4 of 5 forward passes replayed" in str(found[1].attention_report)
-    pipeline.set_loras(["shapes-fast"])
+    pipeline.set_loras(["emoji-fast"])
     switched = pipeline(requests[0])
     monkeypatch.setattr(pipeline, "parts", dataclasses.replace(pipeline.parts, graphs=None))
     plain = pipeline(requests[0])

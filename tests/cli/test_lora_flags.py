@@ -96,44 +96,38 @@ def test_a_dry_run_says_which_files_are_in_and_what_of_them_is_not_applied(
 
 
 def test_the_shipped_lora_goes_by_its_name_everywhere(command: Command) -> None:
-    values = command("info", "shapes-fast", "--json").json
-    assert (values["families"], values["num_modules"]) == (["Wan"], 66)
+    values = command("info", "emoji-fast", "--json").json
+    assert (values["families"], values["num_modules"]) == (["Wan"], 56)
     missing = command("generate", "a ring", "--dry-run", "--lora", "low_noise=a.safetensors:0.8")
     assert (
         "low_noise=a.safetensors: no such file. Give a file or a folder on this machine, or the hub's ORG/NAME"
         in missing.said
     )
-    assert command("info", "emoji-fast", "--json").json["families"] == ["Wan"]
-    refused = command("generate", "a ring", "--dry-run", "--lora", "shapes_fast")
-    assert (refused.code, "no such file. Did you mean 'shapes-fast'?" in refused.said) == (1, True), refused.said
+    refused = command("generate", "a ring", "--dry-run", "--lora", "emoji_fast")
+    assert (refused.code, "no such file. Did you mean 'emoji-fast'?" in refused.said) == (1, True), refused.said
 
 
 def test_preset_fast_brings_its_lora_once(command: Command, tiny_wan_folder: Path) -> None:
     dry = ("generate", "a star", "--dry-run", "--preset", "fast")
-    of_shapes, of_emoji = [1.0, 0.984, 0.952, 0.87], [1.0, 0.977, 0.933, 0.824]
-    for given, expected, sigmas in (
-        (("--model-path", "shapes"), [("shapes-fast", 1.0)], of_shapes),
-        (("--model-path", "shapes", "--lora", "shapes-fast@0.5"), [("shapes-fast", 0.5)], of_shapes),
-        (
-            ("--model-path", "shapes", "--lora", str(lora_path("shapes-fast"))),
-            [(str(lora_path("shapes-fast")), 1.0)],
-            of_shapes,
-        ),
-        (("--model-path", "emoji"), [("emoji-fast", 1.0)], of_emoji),
+    folder = str(lora_path("emoji-fast"))
+    for given, expected in (
+        ((), [("emoji-fast", 1.0)]),
+        (("--lora", "emoji-fast@0.5"), [("emoji-fast", 0.5)]),
+        (("--lora", folder), [(folder, 1.0)]),
     ):
-        found = command(*dry, *given, "--json")
+        found = command(*dry, "--model-path", "emoji", *given, "--json")
         values = found.json
         assert [(lora["path"], lora["scale"]) for lora in values["runtime"]["lora"]] == expected
         request = values["items"][0]["request"]
         # The levels are as they run, whatever shift the model's own schedule has.
-        assert (request["sigmas"], request["flow_shift"]) == (sigmas, 1.0)
+        assert (request["sigmas"], request["flow_shift"]) == ([1.0, 0.977, 0.933, 0.824], 1.0)
         assert values["items"][0]["remarks"] == []
         assert "warning" not in found.err
-    for elsewhere in (("--model-path", str(tiny_wan_folder)), ("--backend", "diffusers")):
+    for elsewhere in (("--model-path", str(tiny_wan_folder)), ("--model-path", "shapes"), ("--backend", "diffusers")):
         refused = command(*dry, *elsewhere)
         assert refused.code == 2
-        expected = "'fast' is for the embedded models alone (--model-path shapes or emoji, native)"
-        assert expected in refused.said, refused.said
+        said = "'fast' is for the embedded model emoji alone (--model-path emoji, native)"
+        assert said in refused.said, refused.said
         assert "LoRA" not in refused.said
 
 
@@ -146,11 +140,11 @@ def test_a_preset_of_a_config_stands_for_itself(command: Command) -> None:
 
 
 def test_a_recipe_that_comes_before_preset_fast_is_an_error_and_not_a_mixture(command: Command) -> None:
-    recipe = {"request": {"prompt": "a ring", "num_inference_steps": 12}, "runtime": {"model_path": "shapes"}}
+    recipe = {"request": {"prompt": "a ring", "num_inference_steps": 12}, "runtime": {"model_path": "emoji"}}
     make_media(num_frames=1, recipe=recipe).save("x.png")
     refused = command("generate", "--from", "x.png", "--preset", "fast", "--dry-run")
     assert refused.code == 2
-    assert "it is for the LoRA shapes-fast, and the recipe of x.png, which comes first, for the model" in refused.said
+    assert "it is for the LoRA emoji-fast, and the recipe of x.png, which comes first, for the model" in refused.said
 
 
 def test_a_lora_flag_reaches_the_recipe(command: Command, tmp_path: Path, tiny_wan_folder: Path) -> None:

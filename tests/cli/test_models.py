@@ -43,12 +43,12 @@ def test_json_says_what_each_needs(command: Command) -> None:
     row = next(row for row in answer["models"] if row["name"] == "wan2.2-t2v-a14b")
     assert row["weights_gb"]["float32"] == 2 * row["weights_gb"]["bfloat16"]
     assert {"draft", "lightning-4", "turbowan-4"} <= set(row["presets"])
-    # Presets of single models.
-    assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["shapes", "emoji"]
+    # A preset of a single model.
+    assert [row["name"] for row in answer["models"] if "fast" in row["presets"]] == ["emoji"]
     # Of the embedded models, what `--preset` takes: no published few-step model has their numbers of steps.
     embedded = {row["name"]: row["presets"] for row in answer["models"] if row["model_path"] == row["name"]}
     assert embedded == {
-        "shapes": ["draft", "default", "large", "fast"],
+        "shapes": ["draft", "default", "large"],
         "shapes-causal": ["draft", "default"],
         "emoji": ["draft", "default", "fast"],
     }

@@ -182,7 +182,7 @@ def test_given_files_take_the_place_of_those_named(tmp_path: Path) -> None:
     digest = hashlib.sha256(image.read_bytes()).hexdigest()
     recipe = {
         "runtime": {
-            "lora": [{"path": "/theirs/a.safetensors", "scale": 0.5}, {"path": "shapes-fast"}],
+            "lora": [{"path": "/theirs/a.safetensors", "scale": 0.5}, {"path": "emoji-fast"}],
             "device": "mps",
         },
         "weights": {"lora": [fingerprint(weights), None]},
@@ -191,7 +191,7 @@ def test_given_files_take_the_place_of_those_named(tmp_path: Path) -> None:
         "model": {"dtype": "bfloat16"},
     }
     config = config_of(recipe, given, None, "cpu")
-    assert [(each.path, each.scale) for each in config.lora] == [(str(weights), 0.5), ("shapes-fast", 1.0)]
+    assert [(each.path, each.scale) for each in config.lora] == [(str(weights), 0.5), ("emoji-fast", 1.0)]
     expected = RuntimeConfig(dtype="bfloat16", device="cpu", offline=True, lora=config.lora)
     assert dataclasses.asdict(config) == dataclasses.asdict(expected)
     request = request_of(recipe, given)

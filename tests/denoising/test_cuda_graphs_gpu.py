@@ -23,8 +23,8 @@ REQUESTS = (
 )
 
 
-def load(mode: str, **values: Any) -> Pipeline:
-    pipeline = load_pipeline("shapes", device="cuda", cuda_graphs=mode, **values)
+def load(mode: str, model_path: str = "shapes", **values: Any) -> Pipeline:
+    pipeline = load_pipeline(model_path, device="cuda", cuda_graphs=mode, **values)
     assert isinstance(pipeline, Pipeline)
     return pipeline
 
@@ -94,9 +94,9 @@ def test_quantised_layers_are_replayed_and_counted() -> None:
 
 
 def test_loras_are_switched_under_graphs() -> None:
-    graphed, eager = load("on"), load("off")
+    graphed, eager = load("on", "emoji"), load("off", "emoji")
     check(graphed, eager, REQUESTS[0])
-    for files in (["shapes-fast"], []):
+    for files in (["emoji-fast"], []):
         graphed.set_loras(files)
         eager.set_loras(files)
         report = check(graphed, eager, REQUESTS[1])

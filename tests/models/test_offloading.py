@@ -181,12 +181,12 @@ def test_blocks_read_from_their_files_make_the_same_frames(family: str, whole_of
 
 def test_from_files_with_eight_bit_layers_and_lora_files_that_change(tmp_path: Path) -> None:
     request = GenerationRequest(prompt="a red circle", num_inference_steps=6, step_cache=BLOCK_CACHE, seed=1, **SMALL)
-    values: dict[str, Any] = {"quantization": "fp8", "lora": ["shapes-fast"]}
+    values: dict[str, Any] = {"quantization": "fp8", "lora": ["emoji-fast"]}
     whole, pipeline = (
-        load_pipeline("shapes", device="cpu", **values),
-        from_files("shapes", {"transformer": 1}, **values),
+        load_pipeline("emoji", device="cpu", **values),
+        from_files("emoji", {"transformer": 1}, **values),
     )
-    for loras in (None, (), ("shapes-fast",)):
+    for loras in (None, (), ("emoji-fast",)):
         if loras is not None:
             pipeline.set_loras(loras)
             whole.set_loras(loras)
@@ -267,15 +267,15 @@ def test_two_experts_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_with_a_step_cache_eight_bit_layers_and_lora_files_that_change() -> None:
-    values: dict[str, Any] = {"quantization": "fp8", "lora": ["shapes-fast"]}
+    values: dict[str, Any] = {"quantization": "fp8", "lora": ["emoji-fast"]}
     request = GenerationRequest(prompt="a red circle", num_inference_steps=6, step_cache=BLOCK_CACHE, seed=1, **SMALL)
     whole, pipeline = (
-        load_pipeline("shapes", device="cpu", **values),
-        offloaded("shapes", "layers", {"transformer": 1}, **values),
+        load_pipeline("emoji", device="cpu", **values),
+        offloaded("emoji", "layers", {"transformer": 1}, **values),
     )
     assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
     # The new weights are computed of the files and written where the old ones wait.
-    plain = load_offloaded("shapes", "layers", {"transformer": 1}, Readable(), **values)
+    plain = load_offloaded("emoji", "layers", {"transformer": 1}, Readable(), **values)
     plain(request)
     plain.set_loras([])
     whole.set_loras([])

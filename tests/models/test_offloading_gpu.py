@@ -51,11 +51,13 @@ def test_streamed_and_resident_make_the_same_bits(family: str, tiny_folder_of: F
         pipeline.close()
 
 
-@pytest.mark.parametrize("values", [{"quantization": "fp8"}, {"lora": ["shapes-fast"]}])
-def test_the_embedded_model_with_what_is_made_while_loading(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model_path", "values"), [("shapes", {"quantization": "fp8"}), ("emoji", {"lora": ["emoji-fast"]})]
+)
+def test_an_embedded_model_with_what_is_made_while_loading(model_path: str, values: dict[str, Any]) -> None:
     request = GenerationRequest(prompt="a red circle", num_inference_steps=10, step_cache="easycache", seed=1)
-    whole = load_pipeline("shapes", device=DEVICE, offload="none", **values)
-    pipeline = load("shapes", "layers", 1, **values)
+    whole = load_pipeline(model_path, device=DEVICE, offload="none", **values)
+    pipeline = load(model_path, "layers", 1, **values)
     assert numpy.array_equal(pipeline(request).frames, whole(request).frames)
     pipeline.set_loras([])
     whole.set_loras([])

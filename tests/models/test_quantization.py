@@ -132,10 +132,10 @@ def test_the_embedded_model_keeps_attention_by_default_and_both_ends_always() ->
 
 def test_loras_can_be_switched_in_quantised_layers() -> None:
     """Bit for bit, as without quantisation."""
-    fresh = load_pipeline("shapes", device="cpu", quantization="fp8-all", lora=["shapes-fast"])
-    switched = load_pipeline("shapes", device="cpu", quantization="fp8-all")
+    fresh = load_pipeline("emoji", device="cpu", quantization="fp8-all", lora=["emoji-fast"])
+    switched = load_pipeline("emoji", device="cpu", quantization="fp8-all")
     before = {name: value.clone() for name, value in switched.transformer.state_dict().items()}
-    switched.set_loras(["shapes-fast"])
+    switched.set_loras(["emoji-fast"])
     for name, value in fresh.transformer.state_dict().items():
         assert torch.equal(value.float(), switched.transformer.state_dict()[name].float()), name
     switched.set_loras([])

@@ -289,7 +289,7 @@ def test_a_folder_cannot_redefine_a_sampling_preset(tiny_wan_copy: Callable[[], 
         match=r"generation.json: key 'presets.distill-4': .* preset of LightX2V .*; give .* another name",
     ):
         inspect_pipeline(RuntimeConfig(str(folder), device="cpu"))
-    # A name of the embedded model's own presets is free in other folders.
+    # A name of an embedded model's own presets is free in other folders.
     give("fast")
     assert inspect_pipeline(RuntimeConfig(str(folder), device="cpu")).rules.presets["fast"] == {
         "num_inference_steps": 9

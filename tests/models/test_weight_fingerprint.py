@@ -83,7 +83,7 @@ def test_what_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     for name in ("own", "lora"):
         write(Path(f"{name}.safetensors"), 10)
-    config = RuntimeConfig("shapes", transformer_path="own.safetensors", lora=["lora.safetensors", "shapes-fast"])
+    config = RuntimeConfig("emoji", transformer_path="own.safetensors", lora=["lora.safetensors", "emoji-fast"])
 
     def recipe() -> dict[str, object]:
         runtime = {"transformer_path": config.transformer_path, "lora": [{"path": each.path} for each in config.lora]}

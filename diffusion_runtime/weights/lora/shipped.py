@@ -7,8 +7,8 @@ from pathlib import Path
 from diffusion_runtime.untrusted.files import user_path
 
 _ASSETS = Path(__file__).parents[2] / "assets"
-# For the embedded models: four steps without guidance (scripts/train_embedded/distill.py).
-SHIPPED_LORAS = {"shapes-fast": _ASSETS / "shapes_fast", "emoji-fast": _ASSETS / "emoji_fast"}
+# For the embedded model `emoji`: four steps without guidance (scripts/train_embedded/distill.py).
+SHIPPED_LORAS = {"emoji-fast": _ASSETS / "emoji_fast"}
 
 
 def lora_path(path: str, key: str = "lora") -> Path:
