@@ -36,6 +36,7 @@ from benchmarks.sparse_quality import SVG2, VMOBA, num_dense_calls, recorded_den
 from diffusion_runtime import AttentionConfig, AttentionSpec, BackendUnavailableError, load_pipeline
 from diffusion_runtime.attention.backends.registry import available_names
 from diffusion_runtime.core.hardware import resolve_device
+from diffusion_runtime.models.sampling_presets import shipped_lora_of
 from diffusion_runtime.quality.worlds import WORLDS
 
 FIRST = "torch_sdpa"
@@ -90,6 +91,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     first: Clips | None = None
     used = resolve_device(arguments.device)
     device = str(describe_machine(used)["device"])
+    needed = shipped_lora_of(arguments.preset, world.name)
+    loras = [] if needed is None else [needed]
 
     def judge(wanted: Any, frames: Tensor) -> Any:
         return world.judge(wanted, frames.to(used))
@@ -113,7 +116,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             per_role={"self": AttentionSpec(backend, options), "cross": AttentionSpec("torch_sdpa")}
         )
         try:
-            pipeline = load_pipeline(world.name, device=arguments.device, dtype=arguments.dtype, attention=attention)
+            pipeline = load_pipeline(
+                world.name, device=arguments.device, dtype=arguments.dtype, attention=attention, lora=loras
+            )
         except BackendUnavailableError as error:
             yield {**row, "refused": [list(pair) for pair in error.reasons]}
             continue
@@ -247,6 +252,10 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="print this file as Markdown tables")
     parser.add_argument("--write", type=Path, help="put the tables of the committed results into this page")
     arguments = parser.parse_args()
+    if arguments.batch_size < 1:
+        parser.error(f"--batch-size: expected 1 or more, got {arguments.batch_size}")
+    if arguments.times and arguments.batch_size > 1:
+        parser.error("--times is of one clip; leave --batch-size out")
     if arguments.show:
         print(tables(json.loads(arguments.show.read_text())))
         return

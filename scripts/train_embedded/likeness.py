@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.machine import describe_host
 from diffusion_runtime.quality.emoji.detector import Detector, detect, load_detector, prepare
 from diffusion_runtime.quality.emoji.judge import MIN_SCORE, judge, read_clips
 from diffusion_runtime.quality.emoji.prompts import EvaluationPrompt, evaluation_prompts
@@ -96,7 +97,8 @@ def main() -> None:
         print(f"{name:15} {line}; {drawn - began:.0f} + {ended - drawn:.0f} s", flush=True)
         results.append({"setting": name, "shape": arguments.shape, "kind": arguments.kind, **measured})
         if arguments.out is not None:
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+            document = {"folder": str(arguments.folder), "machine": describe_host(), "rows": results}
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

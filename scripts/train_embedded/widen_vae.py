@@ -1,7 +1,7 @@
 """Widen a trained VAE, so that training goes on from what it knows: its deepest level, or the whole decoder.
 
 python -m scripts.train_embedded.widen_vae vae.pt wide.pt
-python -m scripts.train_embedded.widen_vae vae.pt wide.pt --decoder-base 28    # for EMOJI_SIZES with this base
+python -m scripts.train_embedded.widen_vae vae.pt wide.pt --decoder-base 36    # for EMOJI_SIZES with this base
 
 Channels of the deepest level are doubled as in Chen et al., "Net2Net: accelerating learning via knowledge transfer"
 (arXiv 1511.05641): what a channel sends on is divided between the two, unevenly, so that they learn different things.

@@ -74,8 +74,11 @@ def test_things_lie_on_the_grid_at_every_latent_frame() -> None:
         hops = (scenes.motion == BOUNCING)[..., None]
         for latent in range(8):
             place = scenes.start + torch.where(hops, 0.0, scenes.travel) * latent / 7
-            corners = (place - scenes.radius[..., None])[:, shown] / GRID
-            assert torch.equal(corners, corners.round()), (two, latent)
+            # Half a token: two things move by that much a latent.
+            for position in (place, place - scenes.radius[..., None]):
+                steps = position[:, shown] / (GRID / 2)
+                assert torch.equal(steps, steps.round()), (two, latent)
+        assert torch.equal(scenes.start / GRID, (scenes.start / GRID).round())
 
 
 def test_every_thing_scene_and_motion_is_drawn_and_stays_in_the_frame() -> None:

@@ -53,13 +53,13 @@ def test_eight_bits_keep_every_weight_to_half_a_step_of_its_channel(tmp_path: Pa
 @torch.no_grad()
 def test_a_widened_decoder_computes_what_the_narrow_one_did() -> None:
     narrow = load_vae(FOLDER)
-    wide = build_vae(sizes=replace(EMOJI_SIZES, decoder_base=28))
-    wide.load_state_dict(widen_decoder(narrow.state_dict(), 28))
+    wide = build_vae(sizes=replace(EMOJI_SIZES, decoder_base=36))
+    wide.load_state_dict(widen_decoder(narrow.state_dict(), 36))
     latents = torch.randn(1, 16, 2, 8, 8, generator=torch.Generator().manual_seed(1))
     expected = WholeClipVae(narrow).decode(latents)
     assert (WholeClipVae(wide).decode(latents) - expected).abs().max() < 1e-4 * expected.abs().max()
     # What reads the new channels is not zero: they can learn.
-    assert wide.decoder.up_blocks[2].resnets[0].conv1.weight[:24, 24:].abs().mean() > 0
+    assert wide.decoder.up_blocks[2].resnets[0].conv1.weight[:32, 32:].abs().mean() > 0
 
 
 @torch.no_grad()

@@ -28,10 +28,10 @@ from diffusion_runtime.quality.emoji.things import THING_NAMES, THINGS
 from diffusion_runtime.quality.tensor_rows import TensorRows
 
 MAX_OBJECTS = 2
-GRID = 0.0625
-"""Things lie on a grid of 8 pixels of 256, their sides are whole multiples of it, and what moves does so by 4 pixels
-a frame of 29, 16 a latent (half of that where there are two): a model sees each thing in a few positions within its
-latents and tokens, not in all."""
+GRID = 0.125
+"""The centres of things lie on a grid of 16 pixels of 256, which is one token, and their sides are whole multiples of
+it. What moves does so by 4 pixels a frame of 29, one token a latent (half of that where there are two): a model sees
+each thing in one or two positions within its tokens, not in all."""
 RADIUS_ONE = (0.25, 0.375, 0.5)
 RADIUS_TWO = (0.25, 0.375, 0.4375)
 """Half the side of the square that a picture fills, per SIZE_NAMES."""
@@ -161,6 +161,7 @@ def sample_scenes(count: int, generator: torch.Generator, settings: SceneSetting
         start=start,
         travel=travel,
         mirrored=mirrored,
+        # A panorama is two frames wide, so the window also begins at a token.
         window=(uniform(drawn) * (4 / GRID)).floor() * (GRID / 4),
         light=uniform(drawn, low=0.95, high=1.05),
     )
