@@ -6,7 +6,8 @@
 Prompts name a thing and leave its scene open. Each is made once as it is, and the scene of what was made is read off
 the picture; then again from the same noise with that thing in that scene as the negative prompt. The figures are shares
 of pictures: without that scene, with the prompt's thing alone, with one thing, and with the first two together; beside
-guidance by a second branch. First it is checked that nag_scale 1 gives the picture as it is.
+guidance by a second branch. First it is checked that nag_scale 1 gives the picture as it is. --picture
+shows PICTURED in the ways of ROWS, with space as the negative prompt: that is what is drawn without a scene.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy
 import torch
+from PIL import Image
 
 from benchmarks.machine import describe_host
 from diffusion_runtime import GenerationRequest, load_pipeline
@@ -37,6 +39,8 @@ WAYS: dict[str, dict[str, float]] = {
     "guidance 2": {"guidance_scale": 2.0},
     "guidance 4": {"guidance_scale": 4.0},
 }
+PICTURED = ("dog", "taxi", "rose", "guitar")
+ROWS = ("as it is", "NAG 9", "guidance 4")
 
 
 def main() -> None:
@@ -44,6 +48,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4, help="of so many things one")
     parser.add_argument("--seeds", type=int, default=1, help="of each thing")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     pipeline = load_pipeline("emoji", device="cpu", lora=["emoji-fast"])
     detector = load_detector(EMOJI_DETECTOR, "cpu")
@@ -56,6 +61,15 @@ def main() -> None:
     def made(requests: list[GenerationRequest], values: dict[str, Any]) -> list[numpy.ndarray]:
         batch = [dataclasses.replace(pipeline.resolve(request, "fast"), **values) for request in requests]
         return [each.frames for each in pipeline.generate(batch)]
+
+    if arguments.picture is not None:
+        shown = [
+            GenerationRequest(text, negative_prompt=f"{text} in space", num_frames=1, seed=0)
+            for text in (f"{article(thing)} {thing}" for thing in PICTURED)
+        ]
+        rows_shown = [numpy.concatenate([each[0] for each in made(shown, WAYS[name])], axis=1) for name in ROWS]
+        whole = Image.fromarray(numpy.concatenate(rows_shown))
+        whole.resize((whole.width // 2, whole.height // 2)).save(arguments.picture, quality=85)
 
     def seen(pictures: list[numpy.ndarray]) -> list[Reading]:
         return read_clips(detector, torch.from_numpy(numpy.stack(pictures)))
