@@ -24,6 +24,8 @@ from diffusion_runtime.core.progress import Progress
         (Progress("denoise", 1, 50, 10.0), "step 1/50, 10.00 s per step, about 8 min 10 s left"),
         (Progress("denoise", 1, 50, 100.0), "step 1/50, 100.00 s per step, about 1 h 21 min left"),
         (Progress("clips", 3, 16, 1.5), "3/16, 0.50 s each, about 6 s left"),
+        # Kept from before.
+        (Progress("clips", 1, 4, 0.0004), "1/4"),
         (Progress("decode", 1, 1, 2.0), ""),
     ],
 )
