@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from random import Random
 
@@ -47,6 +48,18 @@ def test_prompts_of_emoji_are_read_as_they_were_written() -> None:
 )
 def test_other_words_and_orders_are_not_read(prompt: str) -> None:
     assert read_prompt(prompt) is None
+
+
+def test_only_frames_that_a_network_judges_are_copied_to_its_device() -> None:
+    seen: dict[str, str] = {}
+    for name, world in WORLDS.items():
+
+        def judge(_: object, frames: torch.Tensor, name: str = name) -> torch.Tensor:
+            seen[name] = frames.device.type
+            return frames
+
+        dataclasses.replace(world, judge=judge).judge_on(torch.device("meta"), None, torch.zeros(1, dtype=torch.uint8))
+    assert seen == {"shapes": "cpu", "emoji": "meta"}
 
 
 def test_clips_are_judged_by_what_their_prompt_names() -> None:
