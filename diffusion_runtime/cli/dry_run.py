@@ -106,9 +106,9 @@ def show_plan(
     else:
         terminal.say(f"Attention: {_unplanned_attention(description.config)}")
     for check in description.self_checks:
-        terminal.say(str(check))
+        terminal.say(str(check), wraps=True)
     for library in description.libraries:
-        terminal.say(str(library))
+        terminal.say(str(library), wraps=True)
     rows = [(path, request.seed, request.prompt) for path, request in zip(paths, makeable, strict=True)]
     terminal.show(plain_table(("file", "seed", "prompt"), rows[:_MAX_ROWS], "What would be written"))
     if len(rows) > _MAX_ROWS:
