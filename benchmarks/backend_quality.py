@@ -95,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     loras = [] if needed is None else [needed]
 
     def judge(wanted: Any, frames: Tensor) -> Any:
-        return world.judge(wanted, frames.to(used))
+        return world.judge_on(used, wanted, frames)
 
     for backend, label, options in (
         (name, *setting)

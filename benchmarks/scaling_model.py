@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -252,47 +252,6 @@ def _exchange_ms(model: Model, degrees: Degrees, constants: Constants, num_token
     total += _reduced_bytes(model, num_tokens / (degrees.ulysses * degrees.ring), degrees.tensor) / constants.all_reduce
     latency = 0 if is_wide and degrees.ulysses == 1 else LATENCY_MS
     return total + _num_exchanges(model, degrees) * latency
-
-
-def measured_rows(constants: Constants) -> list[tuple[str, int, float, float, str]]:
-    """Every committed measurement of two GPUs: name, GPUs, measured, predicted ms, and whether it is fitted."""
-    known, found = models(), []
-    wan, a14b = known["wan2.1-1.3b"], known["wan2.2-t2v-a14b"]
-    rows = rows_of("parallel_gpu")
-    ones = {"forward": "one GPU", "guided": "one GPU, guided, two passes", "sparse": "one GPU, VSA 0.9"}
-    for row in rows.values():
-        degrees = Degrees(
-            row["ulysses"], row["ring"], 2 if row["splits_branches"] else 1, num_head_groups=row["num_head_groups"]
-        )
-        if degrees.num_processes == 1:
-            continue
-        is_guided = row["kind"] == "guided"
-        one = rows[ones[row["kind"]]]["ms"] / (2 if is_guided else 1)
-        made = predict(wan, degrees, constants, is_guided=is_guided, one_ms=one)
-        if row["kind"] == "sparse":
-            # A gate travels as well: five tensors in place of four.
-            made = replace(made, exchanges=made.exchanges * row["sent_bytes"] / rows["ulysses 2"]["sent_bytes"])
-        fitted = "fitted" if row["name"] in ("ulysses 2", "ulysses 2, 2 head groups") else ""
-        found.append((f"Wan 1.3B, {row['name']}", degrees.num_processes, row["ms"], made.total, fitted))
-    for row in rows_of("tensor_parallel_gpu").values():
-        degrees = Degrees(ulysses=row["ulysses"], tensor=row["tensor"], num_head_groups=row["num_head_groups"])
-        if degrees.num_processes == 1:
-            continue
-        made = predict(a14b, degrees, constants, quantization=row["quantization"])
-        fitted = "fitted" if row["name"] == "tensor parallel 2" else ""
-        found.append((f"Wan 14B, {row['name']}", degrees.num_processes, row["ms"], made.total, fitted))
-    scaled = rows_of("scaling_gpu")
-    for name, row in scaled.items():
-        degrees = Degrees(**row["degrees"])
-        # What NCCL_MAX_CTAS costs is measured and not predicted.
-        if degrees.num_processes == 1 or "NCCL_MAX_CTAS" in name:
-            continue
-        model, scheme = name.split(": ")
-        one = scaled[f"{model}: one GPU"]["ms"]
-        # `--plan two` has these rows alone: single forwards of the size and dtype that the model is known in.
-        made = predict(known[model.split()[0]], degrees, constants, one_ms=one)
-        found.append((f"Wan 14B again, {scheme}", degrees.num_processes, row["ms"], made.total, ""))
-    return found
 
 
 def decode_seconds() -> dict[tuple[str, str], float]:

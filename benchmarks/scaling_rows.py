@@ -233,13 +233,21 @@ def predicted(row: Row, constants: Constants) -> dict[str, Any]:
     return _step(row, constants) if row.kind == "step" else {}
 
 
+def num_tokens_of(model: str, size: str) -> int:
+    """Return the tokens of the grid at a size of SIZES; models other than Wan are known in one size alone."""
+    if model not in (WAN_1B, WAN_14B):
+        return models()[model].num_tokens
+    height, width, num_frames = SIZES[size]
+    return ((num_frames - 1) // 4 + 1) * (height // 16) * (width // 16)
+
+
 def _step(row: Row, constants: Constants) -> dict[str, Any]:
-    model = models()[row.model]
-    num_tokens = model.num_tokens
-    if row.model in (WAN_1B, WAN_14B):
-        height, width, num_frames = SIZES[row.size]
-        num_tokens = ((num_frames - 1) // 4 + 1) * (height // 16) * (width // 16)
     made = predict(
-        model, row.degrees, constants, num_tokens=num_tokens, quantization=row.quantization, is_guided=row.is_guided
+        models()[row.model],
+        row.degrees,
+        constants,
+        num_tokens=num_tokens_of(row.model, row.size),
+        quantization=row.quantization,
+        is_guided=row.is_guided,
     )
     return {"predicted_ms": made.total, "predicted_bound": made.bound}

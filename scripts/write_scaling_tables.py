@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[1]
 # Run as a script too, whose path has its own folder alone.
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.scaling_measured import measured_rows  # noqa: E402
 from benchmarks.scaling_model import (  # noqa: E402
     Constants,
     Degrees,
     fit,
-    measured_rows,
     models,
     predict,
     programs,
@@ -52,9 +52,9 @@ def _measured(constants: Constants) -> str:
         "| measured on two H200s | ms, or as it says | predicted | off by |",
         "|---|---|---|---|",
     ]
-    for name, _, milliseconds, made, fitted in measured_rows(constants):
-        note = f" ({fitted})" if fitted else ""
-        lines.append(f"| {name} | {milliseconds:.1f} | {made:.1f} | {100 * (made / milliseconds - 1):+.1f} %{note} |")
+    for row in measured_rows(constants):
+        note = " (fitted)" if row.is_fitted else ""
+        lines.append(f"| {row.name} | {row.milliseconds:.1f} | {row.predicted:.1f} | {100 * row.off:+.1f} %{note} |")
     for program in programs(2):
         assert program.measured is not None
         off = 100 * (program.predicted / program.measured - 1)

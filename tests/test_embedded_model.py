@@ -102,6 +102,23 @@ def test_a_thing_of_emoji_is_drawn_and_an_unknown_one_is_said(
     assert any("'wale'" in note for note in notes)
 
 
+def test_a_word_that_emoji_knows_within_phrases_alone_is_said_at_the_start_and_in_the_report(
+    emoji: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the tokenizer knows it, nothing else tells that it is not understood. A negative prompt may be any words."""
+    few = {"height": 64, "width": 64, "num_frames": 1, "num_inference_steps": 1}
+    with caplog.at_level(logging.WARNING):
+        media = emoji(GenerationRequest("a blue cat in the sea", negative_prompt="grass", guidance_scale=3.0, **few))
+    remark = (
+        "prompt 'a blue cat in the sea': the model knows only within phrases 'blue' (as in 'in a blue sky'); such "
+        "words are drawn as nothing, or as anything; what it knows: docs/quality.md#what-emoji-knows"
+    )
+    assert wanted_of("emoji", "a blue cat in the sea") is None
+    assert [record.getMessage() for record in caplog.records] == [remark]
+    assert media.recipe["notes"] == [remark]
+    assert remark in media.attention_report.notes
+
+
 def test_the_package_stays_small() -> None:
     """40 MB of weights, of all models and their judges together, which are safetensors alone."""
     files = [path for path in FOLDER.parent.rglob("*") if path.is_file()]

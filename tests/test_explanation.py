@@ -254,7 +254,7 @@ def test_the_command_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture
     assert max(map(len, shown.splitlines())) <= 100
     # A config needs no prompt either; one that it has is taken.
     config = tmp_path / "config.yaml"
-    for text, prompt in (("", "a prompt"), (", prompt: a star", "a star")):
+    for text, prompt in (("", "a star"), (", prompt: a cat", "a cat")):
         config.write_text(f"request: {{num_inference_steps: 2{text}}}")
         assert run(["explain", *size[:-2], "--config", str(config), "--json"]) == 0
         values = json.loads(capsys.readouterr().out)

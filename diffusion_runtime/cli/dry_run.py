@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from diffusion_runtime.cli.terminal import Terminal, json_text, put_on_stdout
 from diffusion_runtime.config import runtime_options
 from diffusion_runtime.core.memory_size import size_text
 from diffusion_runtime.diffusers_bridge.dispatcher_names import dispatcher_name
+from diffusion_runtime.explanation.request_remarks import request_remarks
 from diffusion_runtime.models.lora_sources import recorded_loras, waits_on_hub
 from diffusion_runtime.models.published import published_model_of
 from diffusion_runtime.request.generation_request import INPUT_FIELDS, REQUEST_FIELDS
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from diffusion_runtime.explanation.expected_time import ExpectedTime
     from diffusion_runtime.loading.description import PipelineDescription
     from diffusion_runtime.request.generation_request import GenerationRequest
-    from diffusion_runtime.text_encoders.json_tokenizer import JsonTokenizer
 
 # Laying out a table of thousands of rows takes longer than anybody reads.
 _MAX_ROWS = 100
@@ -88,7 +87,7 @@ def show_plan(
         rows_of_segments = [tuple(each.values()) for each in segments]
         title = "Segments that would be made" if len(makeable) == 1 else "Segments of the first file"
         terminal.show(plain_table(tuple(segments[0]), rows_of_segments[:_MAX_ROWS], title))
-    for remark in dict.fromkeys(remark for request in makeable for remark in _remarks(description, request)):
+    for remark in dict.fromkeys(remark for request in makeable for remark in request_remarks(description, request)):
         terminal.warn(remark)
     if description.memory is not None:
         terminal.show(facts_table(description.memory.rows(), "Memory that it would take"))
@@ -106,9 +105,9 @@ def show_plan(
     else:
         terminal.say(f"Attention: {_unplanned_attention(description.config)}")
     for check in description.self_checks:
-        terminal.say(str(check))
+        terminal.say(str(check), wraps=True)
     for library in description.libraries:
-        terminal.say(str(library))
+        terminal.say(str(library), wraps=True)
     rows = [(path, request.seed, request.prompt) for path, request in zip(paths, makeable, strict=True)]
     terminal.show(plain_table(("file", "seed", "prompt"), rows[:_MAX_ROWS], "What would be written"))
     if len(rows) > _MAX_ROWS:
@@ -119,31 +118,6 @@ def show_plan(
     for failure in failures:
         terminal.error(failure.message, failure.trace)
     return exit_code
-
-
-def _remarks(description: PipelineDescription, request: GenerationRequest) -> list[str]:
-    """Return what a run would say of a request: options without effect, and words that its model does not know."""
-    from diffusion_runtime.text_encoders.interface import unknown_words_remark
-    from diffusion_runtime.text_encoders.t5 import MAX_TOKENS, clean_prompt
-    from diffusion_runtime.text_encoders.tokenized import tokenize
-
-    remarks = list(description.rules.unused(request))
-    if (tokenizer := _whole_word_tokenizer(description.model_folder / "tokenizer")) is not None:
-        negative = request.negative_prompt if description.rules.is_guided(request) else None
-        for prompt in filter(None, dict.fromkeys((request.prompt, negative))):
-            if unknown := tokenize(tokenizer, clean_prompt(prompt), MAX_TOKENS).unknown_words:
-                remarks.append(unknown_words_remark(prompt, unknown, tokenizer.whole_words))
-    return remarks
-
-
-@functools.cache
-def _whole_word_tokenizer(folder: Path) -> JsonTokenizer | None:
-    """Return the tokenizer of an embedded model; None of others, which have a part for every word, and megabytes."""
-    from diffusion_runtime.text_encoders.json_tokenizer import load_json_tokenizer
-
-    file = folder / "tokenizer.json"
-    tokenizer = load_json_tokenizer(folder) if file.is_file() and file.stat().st_size < 2**20 else None
-    return tokenizer if tokenizer is not None and tokenizer.whole_words else None
 
 
 def planned_segments(description: PipelineDescription, request: GenerationRequest) -> list[dict[str, object]]:
@@ -255,7 +229,7 @@ def _to_json_object(
                     "path": str(next(waiting)),
                     **known,
                     "request": item.request.recorded(),
-                    "remarks": _remarks(description, item.request),
+                    "remarks": request_remarks(description, item.request),
                     "segments": planned_segments(description, item.request),
                 }
             )

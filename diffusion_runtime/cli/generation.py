@@ -325,7 +325,7 @@ def _report_end(result: BatchResult, timings: dict[str, float], terminal: Termin
     if reports:
         terminal.show(attention_table(reports))
         for remark in remarks_of(reports):
-            terminal.say(remark)
+            terminal.say(remark, wraps=True)
     if result.interrupted:
         with interruptions.reporting():
             terminal.error(
@@ -339,15 +339,16 @@ def _report_end(result: BatchResult, timings: dict[str, float], terminal: Termin
         whole = {name: seconds for name, seconds in timings.items() if name not in _PARTS_OF_LOAD}
         peak = result.finished[-1].peak_memory
         if peak:
-            terminal.say("peak memory: " + ", ".join(f"{place} {size_text(peak[place])}" for place in sorted(peak)))
+            places = ", ".join(f"{place} {size_text(peak[place])}" for place in sorted(peak))
+            terminal.say(f"peak memory: {places}", wraps=True)
         parts = {name: timings[name] for name in _PARTS_OF_LOAD if name in timings}
         text = seconds_text(whole)
         if parts and "load" in whole:
             load = seconds_text({"load": whole["load"]})
             text = text.replace(load, f"{load} ({seconds_text(parts)})", 1)
-        terminal.say(f"{count}: {text}")
+        terminal.say(f"{count}: {text}", wraps=True)
         if compared := compared_text(result.finished):
-            terminal.say(f"expected from figures of this machine: {compared}")
+            terminal.say(f"expected from figures of this machine: {compared}", wraps=True)
 
 
 def compared_text(finished: Sequence[Outcome]) -> str:

@@ -285,7 +285,7 @@ def _report(stream: AnyStream, terminal: Terminal) -> None:
     report = stream.attention_report.to_dict()
     terminal.show(attention_table([report]))
     for remark in remarks_of([report]):
-        terminal.say(remark)
+        terminal.say(remark, wraps=True)
     rate = stream.rate
     speed = (
         ""
@@ -294,7 +294,7 @@ def _report(stream: AnyStream, terminal: Terminal) -> None:
             f", then {rate.frames_per_second:.1f} frames per second, the slowest chunk {rate.worst_gap_seconds:.2f} s"
         )
     )
-    terminal.say(f"first frames after {rate.first_frame_seconds:.2f} s{speed}")
+    terminal.say(f"first frames after {rate.first_frame_seconds:.2f} s{speed}", wraps=True)
 
 
 def _to_json_object(stream: AnyStream, path: str, timings: dict[str, float], exit_code: int) -> dict[str, Any]:

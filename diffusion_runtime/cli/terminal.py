@@ -62,9 +62,10 @@ class Terminal:
             return False
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str, style: str = "", *, wraps: bool = False) -> None:
+        """wraps: at words, with an indent, where a terminal is narrower; for lines without paths to copy."""
         if not self.quiet:
-            self._put("info", text, style)
+            self._put("info", self._wrapped(text) if wraps else text, style)
 
     def warn(self, text: str) -> None:
         if not self.quiet:
@@ -134,6 +135,22 @@ class Terminal:
 
         # Text and not a string: a prompt may look like markup. soft_wrap: a path must stay in one piece.
         self._print(Text(printable(text), style=style), soft_wrap=True)
+
+    def _wrapped(self, text: str) -> str:
+        """Return the text in lines that fit the terminal; as it is for a file, a pipe and JSON lines, which programs
+        read line by line. A word that is longer than a line, such as a path, stays in one piece."""
+        if self._lines is not None or not self.console.is_terminal:
+            return text
+        from rich.cells import cell_len
+
+        lines = [""]
+        for word in printable(text).split(" "):
+            longer = f"{lines[-1]} {word}" if lines[-1] else word
+            if lines[-1].strip() and cell_len(longer) > self.console.width:
+                lines.append(f"  {word}")
+            else:
+                lines[-1] = longer
+        return "\n".join(lines)
 
     def _print(self, renderable: RenderableType, *, soft_wrap: bool = False) -> None:
         try:

@@ -16,6 +16,7 @@ from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.explanation.decoder_cost import count_decoding
 from diffusion_runtime.explanation.forward_cost import AttentionCost, ForwardCost, count_forward, sum_of
 from diffusion_runtime.explanation.passes import PassGroup, StepPass, groups_of, num_first_steps
+from diffusion_runtime.explanation.request_remarks import request_remarks
 from diffusion_runtime.loading.description import PipelineDescription
 from diffusion_runtime.loading.interface import InspectableModel, Prepared
 from diffusion_runtime.loading.memory_planning import planned_batch
@@ -134,8 +135,8 @@ class Explanation:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks that the generation's report will make on unused values and on attention that would be dense
-        throughout, and on options that leave out passes counted here."""
+        """Remarks that the generation's report will make on unused values, on unknown words and on attention that would
+        be dense throughout, and on options that leave out passes counted here."""
         skipping = [
             f"{name} {value}"
             for name, value in (("step_cache", self.request.step_cache), ("cfg_gate", self.request.cfg_gate))
@@ -146,7 +147,7 @@ class Explanation:
             if skipping
             else ()
         )
-        return (*self.description.rules.unused(self.request), *self.warnings, *counted)
+        return (*request_remarks(self.description, self.request), *self.warnings, *counted)
 
     @property
     def passes_text(self) -> str:

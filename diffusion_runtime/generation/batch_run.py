@@ -88,6 +88,7 @@ class BatchRun:
             kept,
             reads_negative=guidance.reads_negative,
             has_zero_text=guidance.has_zero_text,
+            vocabulary=self.parts.vocabulary,
         )
 
     def denoiser(self) -> LatentDenoiser:

@@ -33,6 +33,7 @@ from diffusion_runtime.models.interface import DiffusionTransformer, ImageCondit
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.request_rules import RequestRules
 from diffusion_runtime.text_encoders.interface import TextEncoder
+from diffusion_runtime.text_encoders.unknown_words import Vocabulary
 from diffusion_runtime.weights.lora.binding import Lora
 from diffusion_runtime.weights.lora.switching import LoraSwitch
 
@@ -86,7 +87,8 @@ class PipelineParts:
     graphs of the transformer's forward passes, None for none; decoder_graphs: those of the decoder. offloading: the
     parts that wait in the machine's memory. loras: the LoRA files of the transformer, None where its folder is not
     known; rules_with_loras: the rules of the model with other files. memory: plans requests that are larger than what
-    the model was loaded for. encodings: of texts and images of earlier requests.
+    the model was loaded for. encodings: of texts and images of earlier requests. vocabulary: all that prompts may be
+    made of, None where it is open.
     """
 
     text_encoder: TextEncoder
@@ -104,6 +106,7 @@ class PipelineParts:
     rules_with_loras: RulesWithLoras = _same_rules
     memory: MemoryAdviser = _NO_ADVICE
     encodings: KeptResults = field(default_factory=lambda: KeptResults(0))
+    vocabulary: Vocabulary | None = None
 
     @functools.cached_property
     def image_conditioner(self) -> ImageConditioner:

@@ -15,6 +15,7 @@ from diffusion_runtime.generation.input_files import input_digests
 from diffusion_runtime.report.attention_report import AttentionRecorder
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.text_encoders.interface import Conditions, TextEncoder
+from diffusion_runtime.text_encoders.unknown_words import Vocabulary
 
 logger = logging.getLogger("diffusion_runtime")
 # In the report, in place of the kernel of an encoder that did not run.
@@ -62,13 +63,14 @@ def encode_prompts(
     *,
     reads_negative: bool,
     has_zero_text: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> EncodedPrompts:
     """Encode every distinct text of the batch once, in one call; negative prompts in another where they are about other
     pictures. Texts that an earlier batch encoded together are not encoded again.
 
     batch: resolved requests, whose images are the same. device, dtype: of the conditions. kept: encodings of earlier
     batches. reads_negative: whether negative prompts are encoded as well. has_zero_text: whether zeros stand for what
-    they are encoded to.
+    they are encoded to. vocabulary: of the model, where it is closed; what a negative prompt may name is not.
     """
     positive, negative = _prompts_of(batch, reads_negative=reads_negative)
     chosen_by = text_encoder.chosen
@@ -89,14 +91,18 @@ def encode_prompts(
     conditions = encoded[0][0] if len(encoded) == 1 else encoded[0][0].joined(encoded[1][0])
     implementation = KEPT if all(was_kept for _, was_kept in encoded) else text_encoder.implementation
     recorder.record_library("text_encoder", text_encoder.library, implementation, chosen_by)
-    remarks = {each: conditions.remarks(index, each[1]) for index, each in enumerate(texts)}
+    wanted, unwanted = asked[: len(positive)], asked[len(positive) :]
+    remarks = {
+        each: conditions.remarks(index, each[1], vocabulary if each in wanted else None)
+        for index, each in enumerate(texts)
+    }
     for remark in (remark for several in remarks.values() for remark in several):
         logger.warning(remark)
+        recorder.note(remark)
 
     def chosen(of: Sequence[tuple[TextEncoder, str]]) -> Conditions:
         return conditions.take([texts.index(each) for each in of]).to(device, dtype)
 
-    wanted, unwanted = asked[: len(positive)], asked[len(positive) :]
     branches = {"cond": chosen(wanted)}
     if unwanted and has_zero_text:
         zeros = chosen(unwanted).zeroed()

@@ -68,6 +68,7 @@ from diffusion_runtime.models.registry import lora_names_of_families
 from diffusion_runtime.parallel.groups import ProcessMesh
 from diffusion_runtime.parallel.world import World
 from diffusion_runtime.pipeline import Pipeline
+from diffusion_runtime.quality.vocabularies import vocabulary_of
 from diffusion_runtime.request.generation_request import GenerationRequest
 from diffusion_runtime.rules.batch_settings import expert_by_timestep
 from diffusion_runtime.rules.request_rules import RequestRules
@@ -274,6 +275,7 @@ class PreparedModel:
             interpolator=interpolator,
             load_image_conditioner=self._load_image_conditioner,
             load_latent_encoder=lambda: self.model.load_latent_encoder(self.device, self.dtype),
+            vocabulary=vocabulary_of(config.model_path),
             encodings=KeptResults(_MAX_KEPT_ENCODINGS if config.encoding_cache else 0),
             products=self.quantization.counter,
             graphs=graphs,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _MAX_CHARACTERS = 400
 _TOKEN = re.compile(r"[a-z0-9]+|[.,;:]")
@@ -26,12 +27,34 @@ class Phrases:
             return None
         tokens, meanings, at = _TOKEN.findall(lowered), [], 0
         while at < len(tokens):
-            for length in range(min(self._longest, len(tokens) - at), 0, -1):
-                meaning = self._meanings.get(tuple(tokens[at : at + length]))
-                if meaning is not None:
-                    meanings.append(meaning)
-                    at += length
-                    break
-            else:
+            length = self._length_at(tokens, at)
+            if length == 0:
                 return None
+            meanings.append(self._meanings[tuple(tokens[at : at + length])])
+            at += length
         return meanings
+
+    def strays(self, text: str) -> dict[str, str]:
+        """Return the words of a text that stand in no phrase there, and that longer phrases have: each with the
+        shortest of these."""
+        tokens, found, at = _TOKEN.findall(text.lower()), {}, 0
+        while at < len(tokens):
+            length, word = self._length_at(tokens, at), tokens[at]
+            if length == 0 and word in self._shortest_with:
+                found[word] = self._shortest_with[word]
+            at += max(1, length)
+        return found
+
+    def _length_at(self, tokens: Sequence[str], at: int) -> int:
+        """Return the number of tokens of the longest phrase that begins there, 0 for none."""
+        lengths = range(min(self._longest, len(tokens) - at), 0, -1)
+        return next((length for length in lengths if tuple(tokens[at : at + length]) in self._meanings), 0)
+
+    @functools.cached_property
+    def _shortest_with(self) -> dict[str, str]:
+        """The shortest phrase that has a word."""
+        found: dict[str, str] = {}
+        for phrase in sorted(self._meanings, key=lambda phrase: (len(phrase), len("".join(phrase)))):
+            for word in filter(str.isalnum, phrase):
+                found.setdefault(word, " ".join(phrase))
+        return found

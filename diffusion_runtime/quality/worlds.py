@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from diffusion_runtime.quality.emoji import judge as emoji_judge
@@ -57,13 +58,18 @@ class EvaluationPrompts(Protocol):
 class World:
     """A world by its model's name. read_prompt: text -> attributes, None for other words than the model knows; judge:
     (attributes, frames [frames, height, width, 3] uint8, on any device) -> verdict. lacks: why clips cannot be judged
-    in this installation, None where they can."""
+    in this installation, None where they can. has_network: whether `judge` runs a network, which a GPU speeds up."""
 
     name: str
     read_prompt: Callable[[str], Any]
     judge: Callable[[Any, Tensor], Verdict]
     evaluation_prompts: EvaluationPrompts
     lacks: Callable[[], str | None] = lambda: None
+    has_network: bool = False
+
+    def judge_on(self, device: torch.device, attributes: Any, frames: Tensor) -> Verdict:
+        """Judge a clip on `device` where a network does it, else where its frames are."""
+        return self.judge(attributes, frames.to(device) if self.has_network else frames)
 
     def prompt_set(self, count: int, seed: int) -> list[EvaluationPrompt]:
         """Return `count` prompts, of one object, two objects and combinations held out of training by turns; a shorter
@@ -119,6 +125,13 @@ WORLDS = {
     world.name: world
     for world in (
         World("shapes", prompt_reading.read_prompt, checker.check_clip, prompts.evaluation_prompts),
-        World("emoji", emoji_reading.read_prompt, _judge_emoji, emoji_prompts.evaluation_prompts, _lacks_detector),
+        World(
+            "emoji",
+            emoji_reading.read_prompt,
+            _judge_emoji,
+            emoji_prompts.evaluation_prompts,
+            _lacks_detector,
+            has_network=True,
+        ),
     )
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +11,8 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 
-from diffusion_runtime.errors import shown
 from diffusion_runtime.request.generation_request import GenerationRequest, image_paths
-
-# Suggested are words that are spelled at least this much like the first letters of an unknown one; 1 is the same.
-_MIN_LIKENESS, _MAX_COMPARED = 0.8, 40
-# Unknown words that a remark names: comparing the 5,300 of a prompt of 32,000 letters took 2.7 s on a CPU.
-_MAX_NAMED = 10
+from diffusion_runtime.text_encoders.unknown_words import Vocabulary, quoted_prompt, unknown_words_remark
 
 
 @dataclass(frozen=True)
@@ -133,12 +127,12 @@ class Conditions:
             known_words=self.known_words or other.known_words,
         )
 
-    def remarks(self, index: int, prompt: str) -> tuple[str, ...]:
+    def remarks(self, index: int, prompt: str, vocabulary: Vocabulary | None = None) -> tuple[str, ...]:
         """Return one sentence for each part of the prompt at `index` that the model cannot read. prompt: its text,
-        quoted in the sentences."""
-        quoted, remarks = _quoted(prompt), []
-        if unknown := self.unknown_words[index]:
-            remarks.append(unknown_words_remark(prompt, unknown, self.known_words))
+        quoted in the sentences. vocabulary: of the model, None where it is not closed."""
+        quoted, remarks = quoted_prompt(prompt), []
+        if remark := unknown_words_remark(prompt, self.unknown_words[index], self.known_words, vocabulary):
+            remarks.append(remark)
         if self.num_cut_tokens[index]:
             count, room = self.num_cut_tokens[index], self.embeddings.shape[1]
             whom = "" if self.encoder is None else f" for {self.encoder}"
@@ -182,23 +176,6 @@ class Conditions:
             pooled=None if self.pooled is None else torch.zeros_like(self.pooled),
             further=tuple(stream.zeroed() for stream in self.further),
         )
-
-
-def unknown_words_remark(prompt: str, unknown: Sequence[str], known: Sequence[str]) -> str:
-    """Return the sentence about a prompt's words that a tokenizer does not know. known: see Conditions.known_words."""
-    words = ", ".join(_with_nearest(word, known) for word in unknown[:_MAX_NAMED])
-    more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
-    return f"prompt {_quoted(prompt)}: the model's tokenizer does not know {words}{more}"
-
-
-def _quoted(prompt: str) -> str:
-    return repr(prompt if len(prompt) <= 60 else f"{prompt[:57]}...")
-
-
-def _with_nearest(word: str, known: Sequence[str]) -> str:
-    """Quote a word, cut where it is long, with the known ones that are spelled most like it."""
-    close = difflib.get_close_matches(word.lower()[:_MAX_COMPARED], known, n=2, cutoff=_MIN_LIKENESS)
-    return shown(word) + (f" (nearest: {' or '.join(map(repr, close))})" if close else "")
 
 
 class TextEncoder(ABC):

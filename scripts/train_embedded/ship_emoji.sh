@@ -60,7 +60,7 @@ for stage in "$@"; do
         *) echo "no stage $stage: model, fast, records or pictures" >&2; exit 2 ;;
     esac
 done
-# Bytes by folder, of all weights and of everything: both must stay below 40e6.
+# Bytes by folder, of all weights and of everything: the weights must stay below 40e6 (tests/test_embedded_model.py).
 find $ASSETS -type f -printf '%s %P\n' | awk '{ split($2, part, "/"); size[part[1]] += $1; all += $1 }
     /safetensors$/ { weights += $1 }
     END { for (name in size) print size[name], name; print weights, "weights"; print all, "all" }' | sort -n

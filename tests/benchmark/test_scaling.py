@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import runpy
@@ -18,22 +19,109 @@ import pytest
 
 from benchmarks import scaling_gpu, scaling_processes, scaling_rows
 from benchmarks.scaling_gpu import shown, teams
-from benchmarks.scaling_model import Degrees, fit, measured_rows, models, predict, programs
+from benchmarks.scaling_measured import measured_rows, scaled_rows
+from benchmarks.scaling_model import Degrees, fit, models, predict, programs, results_of
 from benchmarks.scaling_rows import Row, plan, predicted
 
 ROOT = Path(__file__).parents[2]
 MOST_OFF = 0.1
+# The least and the most that a prediction is off, by model and what is split. Of Wan 14B the model is optimistic in
+# every row of Ulysses and of a ring: what it says of 4 and 8 GPUs is a little too fast as well.
+OFF = {
+    ("wan2.1-1.3b", "sequence"): (-0.04, 0.02),
+    ("wan2.1-1.3b", "branches"): (-0.01, 0.01),
+    ("wan2.2-t2v-a14b", "sequence"): (-0.06, -0.02),
+    ("wan2.2-t2v-a14b", "tensor"): (-0.01, 0.01),
+}
 
 
-def test_every_committed_measurement_of_two_gpus_is_predicted() -> None:
-    constants = fit()
-    off = {name: made / measured - 1 for name, _, measured, made, _ in measured_rows(constants)}
-    assert len(off) == 13
-    others = [(each.name, each.predicted, each.measured) for each in programs(2)]
-    off |= {name: made / measured - 1 for name, made, measured in others if measured is not None}
-    assert len(off) == 13 + len(others)
-    wrong = {name: f"{share:+.1%}" for name, share in off.items() if abs(share) > MOST_OFF}
-    assert not wrong, "correct benchmarks/scaling_model.py"
+def _split(degrees: Degrees) -> str:
+    return "branches" if degrees.branches > 1 else "tensor" if degrees.tensor > 1 else "sequence"
+
+
+def test_predictions_of_steps_on_two_gpus_are_off_as_is_said_of_their_model() -> None:
+    rows = measured_rows(fit())
+    assert {(row.model, _split(row.degrees)) for row in rows} == set(OFF)
+    assert len({row.name for row in rows}) == len(rows)
+    wrong = {}
+    for row in rows:
+        least, most = OFF[row.model, _split(row.degrees)]
+        if not least <= row.off <= most:
+            wrong[row.name] = f"{row.off:+.1%}, expected {least:+.0%} to {most:+.0%}"
+    assert not wrong, "correct benchmarks/scaling_model.py, or OFF and docs/scaling.md"
+
+
+def test_programs_on_two_gpus_are_predicted() -> None:
+    found = {each.name: each.predicted / each.measured - 1 for each in programs(2) if each.measured is not None}
+    assert len(found) == len(programs(2))
+    assert not {name: f"{share:+.1%}" for name, share in found.items() if abs(share) > MOST_OFF}
+
+
+def _scaled(name: str, milliseconds: float, **values: Any) -> dict[str, Any]:
+    degrees = {"ulysses": 1, "ring": 1, "branches": 1, "tensor": 1, "num_head_groups": 1}
+    degrees |= values.pop("degrees", {})
+    row = {"name": name, "kind": "step", "num_processes": 2, "degrees": degrees, "quantization": "none"}
+    return {**row, "is_guided": False, "ms": milliseconds, **values}
+
+
+def test_rows_of_a_scaling_file_are_read_by_their_fields() -> None:
+    """Each is predicted from the step on one GPU of its own size and quantisation."""
+    constants, model = fit(), "wan2.1-1.3b"
+    two = {"ulysses": 2, "num_head_groups": 2}
+    rows = [
+        _scaled(f"{model} 480p: one GPU", 500.0),
+        _scaled(f"{model} 720p: one GPU", 2400.0),
+        _scaled(f"{model} 480p: one GPU, fp8", 400.0, quantization="fp8"),
+        _scaled(f"{model} 480p: ulysses 2", 270.0, degrees=two),
+        _scaled(f"{model} 720p: ulysses 2", 1300.0, degrees=two),
+        _scaled(f"{model} 480p: ulysses 2, fp8", 220.0, degrees=two, quantization="fp8"),
+        _scaled(f"{model} 480p: branches 2, guided", 500.0, degrees={"branches": 2}, is_guided=True),
+        _scaled(f"{model} 480p: ulysses 2, guided", 540.0, degrees=two, is_guided=True),
+        _scaled(f"{model} 480p: ulysses 2, NCCL_MAX_CTAS=8", 290.0, degrees=two),
+        _scaled(f"{model} 480p: ulysses 4", 140.0, degrees={"ulysses": 4}),
+        _scaled("minimax-h3 5 s: ulysses 2", 900.0, degrees=two),
+        _scaled(f"{model} 480p: a clip of 2 steps, 2 processes", 0.0, kind="clip"),
+        {"name": f"{model} 480p: ring 2", "kind": "step", "reason": "left out: no time was left"},
+    ]
+    found, skipped = scaled_rows({"small": False, "rows": rows}, constants)
+    off = {row.name: row.off for row in found}
+    assert list(off) == [
+        "Wan 1.3B (one GPU 500 ms), ulysses 2",
+        "Wan 1.3B 720p (one GPU 2400 ms), ulysses 2",
+        "Wan 1.3B (one GPU 400 ms), ulysses 2, fp8",
+        "Wan 1.3B (one GPU 500 ms), branches 2, guided",
+        "Wan 1.3B (one GPU 500 ms), ulysses 2, guided",
+    ]
+    assert all(abs(share) < MOST_OFF for share in off.values()), off
+    # 75,600 tokens, of which attention has a larger share.
+    larger = dataclasses.replace(models()[model], num_tokens=75600)
+    assert found[1].predicted == predict(larger, Degrees(**two), constants, one_ms=2400.0).total
+    assert list(skipped.values()) == [
+        "what NCCL_MAX_CTAS=8 costs is measured and not predicted",
+        "of 4 GPUs",
+        "no step of one GPU is before it",
+        "a clip is no step",
+        "has no time: left out: no time was left",
+    ]
+
+
+def test_a_scaling_file_that_says_more_than_is_read_is_refused() -> None:
+    row = _scaled("wan2.1-1.3b 480p: one GPU", 500.0)
+    cases: list[tuple[dict[str, Any], bool, str]] = [
+        ({**row, "dtype": "float32"}, False, "unknown fields dtype"),
+        ({**row, "name": "wan9 480p: one GPU"}, False, "expected MODEL SIZE"),
+        ({**row, "name": "wan2.1-1.3b 4k: one GPU"}, False, "expected MODEL SIZE"),
+        (row, True, "tiny"),
+    ]
+    for changed, is_small, said in cases:
+        with pytest.raises(ValueError, match=said):
+            scaled_rows({"small": is_small, "rows": [changed]}, fit())
+
+
+def test_of_the_committed_file_rows_with_fewer_multiprocessors_alone_are_not_predicted() -> None:
+    found, skipped = scaled_rows(results_of("scaling_gpu"), fit())
+    assert found
+    assert {reason.split("=")[0] for reason in skipped.values()} == {"what NCCL_MAX_CTAS"}
 
 
 def test_the_page_has_the_tables() -> None:

@@ -237,9 +237,27 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(command: Command, tiny
 def test_a_dry_run_names_words_that_the_model_does_not_know(command: Command) -> None:
     """As the run would: a model of whole words ignores the others."""
     arguments = ("generate", "a wale and a fox", "--model-path", "emoji", "--device", "cpu", "--dry-run")
-    expected = "prompt 'a wale and a fox': the model's tokenizer does not know 'wale' (nearest: 'whale' or 'whales')"
+    expected = (
+        "prompt 'a wale and a fox': the model's tokenizer does not know 'wale' (nearest: 'whale' or 'whales'); such "
+        "words are drawn as nothing, or as anything; what it knows: docs/quality.md#what-emoji-knows"
+    )
     assert expected in command(*arguments).said
     assert [item["remarks"] for item in command(*arguments, "--json").json["items"]] == [[expected]]
+    explained = ("explain", *arguments[1:-1], "--num-frames", "1")
+    assert expected in command(*explained).said
+    assert command(*explained, "--json").json["remarks"] == [expected]
+    # Nobody gave the prompt that is explained then.
+    assert command("explain", *arguments[2:-1], "--num-frames", "1", "--json").json["remarks"] == []
+
+
+def test_the_report_of_a_run_names_unknown_words_again(command: Command) -> None:
+    size = ("--height", "64", "--width", "64", "--num-frames", "1", "--num-inference-steps", "1", "--device", "cpu")
+    result = command("generate", "a blue wale", "--model-path", "emoji", *size, "-o", "x.png")
+    remark = "prompt 'a blue wale': the model's tokenizer does not know 'wale' (nearest: 'whale' or 'whales'), and the "
+    assert f"warning: {remark}" in result.said
+    assert f"note: {remark}model knows only within phrases 'blue'" in result.said.partition("Attention that ran")[2]
+    notes = json.loads(Path("x.json").read_text())["attention_report"]["notes"]
+    assert any(note.startswith(remark) for note in notes)
 
 
 def test_a_dry_run_reads_no_weights(command: Command, tiny_wan_copy: object, tiny_flags: Flags) -> None:

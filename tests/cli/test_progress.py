@@ -24,6 +24,8 @@ from diffusion_runtime.core.progress import Progress
         (Progress("denoise", 1, 50, 10.0), "step 1/50, 10.00 s per step, about 8 min 10 s left"),
         (Progress("denoise", 1, 50, 100.0), "step 1/50, 100.00 s per step, about 1 h 21 min left"),
         (Progress("clips", 3, 16, 1.5), "3/16, 0.50 s each, about 6 s left"),
+        # Kept from before.
+        (Progress("clips", 1, 4, 0.0004), "1/4"),
         (Progress("decode", 1, 1, 2.0), ""),
     ],
 )
@@ -65,11 +67,11 @@ terminal.say("wrote it")
 """
 
 
-def test_a_terminal_gets_a_line_that_is_redrawn_and_goes_away() -> None:
-    """In a real pseudo-terminal: on another kind of file rich draws nothing."""
+def on_a_terminal(program: str) -> str:
+    """Run a program in a real pseudo-terminal of 80 columns: on another kind of file rich draws nothing."""
     ours, theirs = pty.openpty()
     environment = process_environment(TERM="xterm", COLUMNS="80")
-    with subprocess.Popen([sys.executable, "-c", LIVE], stderr=theirs, env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", program], stderr=theirs, env=environment) as process:
         os.close(theirs)
         shown = b""
         while True:
@@ -82,7 +84,11 @@ def test_a_terminal_gets_a_line_that_is_redrawn_and_goes_away() -> None:
             shown += part
         assert process.wait() == 0
     os.close(ours)
-    text = shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_gets_a_line_that_is_redrawn_and_goes_away() -> None:
+    text = on_a_terminal(LIVE)
     assert "[1/2] a [red]star[/red]" in text
     assert "denoise" in text
     assert "step 2/3, 0.50 s per step, about 1 s left" in text
@@ -90,3 +96,35 @@ def test_a_terminal_gets_a_line_that_is_redrawn_and_goes_away() -> None:
     # Erased, then the line that stays.
     assert "\x1b[2K" in text.partition("wrote it")[0][-20:]
     assert text.endswith("wrote it\r\n")
+
+
+REPORT = """
+from diffusion_runtime.cli.generation import _report_end
+from diffusion_runtime.cli.terminal import Terminal
+from diffusion_runtime.session.batch import BatchResult, Outcome
+report = {
+    "libraries": [
+        {"component": "text_encoder", "library": "torch",
+         "implementation": "sdpa, text encoder: int8, dequantised at load: 5 MB", "chosen": ""}
+    ],
+    "notes": ["8-bit weights are in /" + 90 * "x" + " and are dequantised at load, as its own config.json asks"],
+}
+outcome = Outcome(None, attention_report=report, timings={}, peak_memory={"machine": 395_000_000})
+stages = {name: 1.25 for name in ("import", "prepare", "read", "load", "text", "denoise", "decode", "write", "total")}
+_report_end(BatchResult((outcome,), 1), stages, Terminal())
+"""
+
+
+def test_the_report_fits_a_terminal_and_stays_in_whole_lines_elsewhere() -> None:
+    """A path that is longer than the terminal stays in one piece."""
+    lines = on_a_terminal(REPORT).replace("\r\n", "\n").splitlines()
+    # Below the table, which has codes of colours.
+    lines = lines[next(index for index, line in enumerate(lines) if line.startswith("text_encoder")) :]
+    assert [line for line in lines if len(line) > 80] == [f"  /{90 * 'x'}"]
+    text = "\n".join(lines)
+    assert "int8, dequantised at load:\n  5 MB), not chosen here" in text
+    assert "1 file: load 1.25 s (import" in text
+    piped = subprocess.run(
+        [sys.executable, "-c", REPORT], capture_output=True, text=True, env=process_environment(), check=True
+    )
+    assert "(sdpa, text encoder: int8, dequantised at load: 5 MB), not chosen here\n" in piped.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -13,9 +15,11 @@ from diffusion_runtime.cli.settings import Flags
 from diffusion_runtime.errors import ConfigError
 from diffusion_runtime.quality import worlds
 from diffusion_runtime.quality.emoji.captions import write_caption
-from diffusion_runtime.quality.emoji.prompt_reading import read_prompt
+from diffusion_runtime.quality.emoji.prompt_reading import read_prompt, vocabulary
 from diffusion_runtime.quality.emoji.scene import SceneSettings, sample_scenes
+from diffusion_runtime.quality.vocabularies import vocabulary_of
 from diffusion_runtime.quality.worlds import WORLDS, proportions, wanted_of
+from diffusion_runtime.text_encoders.unknown_words import Vocabulary, unknown_words_remark
 from scripts.emoji.render import render
 
 
@@ -47,6 +51,51 @@ def test_prompts_of_emoji_are_read_as_they_were_written() -> None:
 )
 def test_other_words_and_orders_are_not_read(prompt: str) -> None:
     assert read_prompt(prompt) is None
+
+
+def test_words_that_stand_outside_their_phrases_are_found() -> None:
+    """Every caption is of phrases alone; what the tokenizer does not know is not named here."""
+    cases = {
+        "a hot cat": {"hot"},
+        "a hot dog in the blue sky": set(),
+        "a Blue cat in the very dark sky, and fire": {"blue", "in", "dark", "sky"},
+        "a red fox moving": {"moving"},
+        "a cat in a garage": {"in"},
+        "": set(),
+    }
+    for text, expected in cases.items():
+        assert set(vocabulary().strays(text)) == expected, text
+    assert vocabulary().strays("a hot blue cat") == {"hot": "hot dog", "blue": "in a blue sky"}
+    random = Random(5)
+    for scene in sample_scenes(100, torch.Generator().manual_seed(5)).attributes():
+        assert vocabulary().strays(write_caption(scene, random).text) == {}
+
+
+def test_a_remark_names_content_before_prepositions() -> None:
+    emoji, shapes = vocabulary_of("emoji"), vocabulary_of("shapes")
+    cases: list[tuple[str, Vocabulary | None, Sequence[str], str | None]] = [
+        ("a cat in a garage", emoji, ["garage"], "does not know 'garage'; such"),
+        ("a cat in a hot bat", emoji, [], "only within phrases 'hot' (as in 'hot dog'); such"),
+        ("a cat on fire", emoji, [], "only within phrases 'on' (as in 'on snow'); such"),
+        ("a cat on grass", emoji, [], None),
+        ("a striped star", shapes, [], "docs/quality.md#what-shapes-knows"),
+        ("a blue cat", None, [], None),
+    ]
+    for prompt, model, unknown, said in cases:
+        found = unknown_words_remark(prompt, unknown, (), model)
+        assert (found is None) if said is None else (found is not None and said in found), (prompt, found)
+
+
+def test_only_frames_that_a_network_judges_are_copied_to_its_device() -> None:
+    seen: dict[str, str] = {}
+    for name, world in WORLDS.items():
+
+        def judge(_: object, frames: torch.Tensor, name: str = name) -> torch.Tensor:
+            seen[name] = frames.device.type
+            return frames
+
+        dataclasses.replace(world, judge=judge).judge_on(torch.device("meta"), None, torch.zeros(1, dtype=torch.uint8))
+    assert seen == {"shapes": "cpu", "emoji": "meta"}
 
 
 def test_clips_are_judged_by_what_their_prompt_names() -> None:

@@ -55,7 +55,8 @@ def _phrases() -> Iterator[tuple[str, Meaning]]:
 
 
 @functools.cache
-def _vocabulary() -> Phrases:
+def vocabulary() -> Phrases:
+    """Return every phrase of the captions."""
     return Phrases(dict(_phrases()))
 
 
@@ -70,7 +71,7 @@ class _Object:
 def read_prompt(text: str) -> SceneAttributes | None:
     """Return what the prompt names; an attribute that it leaves out is None. None for a prompt without a thing, with
     more than MAX_OBJECTS, or with a word or word order that the captions of the training data do not have."""
-    meanings = _vocabulary().read(text)
+    meanings = vocabulary().read(text)
     return None if meanings is None else _scene(meanings)
 
 

@@ -50,7 +50,7 @@ def _phrases() -> dict[str, Meaning]:
     return found
 
 
-_VOCABULARY = Phrases(_phrases())
+VOCABULARY = Phrases(_phrases())
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Object:
 def read_prompt(text: str) -> SceneAttributes | None:
     """Return what the prompt names; an attribute that it leaves out is None. None for a prompt without an object, with
     more than MAX_OBJECTS, or with a word or word order that the captions of the training data do not have."""
-    meanings = _VOCABULARY.read(text)
+    meanings = VOCABULARY.read(text)
     return None if meanings is None else _scene(meanings)
 
 
