@@ -53,6 +53,13 @@ def test_other_words_and_orders_are_not_read(prompt: str) -> None:
     assert read_prompt(prompt) is None
 
 
+def test_a_leap_out_of_the_sea_names_a_motion_and_a_scene() -> None:
+    wanted = WORLDS["emoji"].read_prompt("a whale jumping out of the sea at night")
+    assert wanted is not None
+    assert (wanted.scene, wanted.time, wanted.objects[0].motion) == ("sea", "night", "up")
+    assert WORLDS["emoji"].read_prompt("a whale jumping out of the sea in space") is None
+
+
 def test_words_that_stand_outside_their_phrases_are_found() -> None:
     """Every caption is of phrases alone; what the tokenizer does not know is not named here."""
     cases = {

@@ -48,6 +48,8 @@ def _phrases() -> Iterator[tuple[str, Meaning]]:
         for noun in thing.words:
             yield plural(noun), ("things", thing.name)
             yield noun, ("thing", thing.name)
+    # The captions have them of the water, and name the sea apart.
+    yield from ((f"{verb} out of the sea", ("leap", "up")) for verb in ("jumping", "leaping"))
     yield "two", ("two", "")
     yield from ((text.strip(), ("opening", "")) for text in (*VIDEO_OPENINGS, *IMAGE_OPENINGS))
     yield from ((text.strip(), ("joint", "")) for text in JOINTS)
@@ -56,7 +58,7 @@ def _phrases() -> Iterator[tuple[str, Meaning]]:
 
 @functools.cache
 def vocabulary() -> Phrases:
-    """Return every phrase of the captions."""
+    """Return every phrase that is read: those of the captions, and a few besides."""
     return Phrases(dict(_phrases()))
 
 
@@ -75,6 +77,16 @@ def read_prompt(text: str) -> SceneAttributes | None:
     return None if meanings is None else _scene(meanings)
 
 
+def _parts(meaning: Meaning) -> tuple[Meaning, ...]:
+    """Return what a phrase names where it is more than one thing, such as "in the evening sky"."""
+    kind, value = meaning
+    if kind == "sky":
+        return ("scene", "sky"), ("time", value)
+    if kind == "leap":
+        return ("motion", value), ("scene", "sea")
+    return (meaning,)
+
+
 def _scene(meanings: list[Meaning]) -> SceneAttributes | None:
     objects: list[_Object] = []
     # The things that a motion and a place are said of: both of `two cats`, else the last one.
@@ -82,15 +94,13 @@ def _scene(meanings: list[Meaning]) -> SceneAttributes | None:
     found: dict[str, str | None] = {"scene": None, "time": None}
     size: str | None = None
     is_two = False
-    for position, (kind, value) in enumerate(meanings):
+    for position, (kind, value) in enumerate(part for meaning in meanings for part in _parts(meaning)):
         if kind == "opening" and position:
             return None
-        if kind in ("scene", "time", "sky"):
-            # "in the evening sky" names both.
-            named = {"scene": "sky", "time": value} if kind == "sky" else {kind: value}
-            if any(found[each] is not None for each in named):
+        if kind in found:
+            if found[kind] is not None:
                 return None
-            found.update(named)
+            found[kind] = value
         elif kind == "two":
             is_two = True
         elif kind == "size":
