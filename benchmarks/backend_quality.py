@@ -30,13 +30,14 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.clip_quality import Clips, generate_clips, quality_prompts, write_rows
+from benchmarks.clip_quality import KINDS, Clips, generate_clips, quality_prompts, write_rows
 from benchmarks.machine import describe_machine
 from benchmarks.sparse_quality import SVG2, VMOBA, num_dense_calls, recorded_densities
 from diffusion_runtime import AttentionConfig, AttentionSpec, BackendUnavailableError, load_pipeline
 from diffusion_runtime.attention.backends.registry import available_names
 from diffusion_runtime.core.hardware import resolve_device
 from diffusion_runtime.models.sampling_presets import shipped_lora_of
+from diffusion_runtime.quality.shapes.prompts import PROMPT_KINDS
 from diffusion_runtime.quality.worlds import WORLDS
 
 FIRST = "torch_sdpa"
@@ -56,7 +57,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "sliding_tile_attn": {
         "window 4x4x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [4, 4, 3]},
         "window 3x3x3 of 2x2x2 tiles": {"tile_size": [2, 2, 2], "window": [3, 3, 3]},
-        "window 3x3x3, pooled tail": {"tile_size": [2, 2, 2], "window": [3, 3, 3], **POOLED},
+        "window 3x3x3 of 2x2x2 tiles, pooled tail": {"tile_size": [2, 2, 2], "window": [3, 3, 3], **POOLED},
     },
     "sol_attn": {
         "top-k 0.25 of 2x4x4 tiles, no tail": {"tile_size": [2, 4, 4], "top_k": 0.25, "tail": "none"},
@@ -85,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     world = WORLDS[arguments.model]
     if (lacks := world.lacks()) is not None:
         raise SystemExit(f"--model {world.name}: {lacks}")
-    prompts = quality_prompts(arguments.num_prompts, world.name)
+    prompts = quality_prompts(arguments.num_prompts, world.name, arguments.kinds)
     chosen = arguments.only or available_names()
     names = [FIRST, *(name for name in chosen if name != FIRST)]
     first: Clips | None = None
@@ -131,7 +132,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             continue
         with recorded_densities() as densities:
             clips = generate_clips(
-                pipeline, prompts, {}, preset=arguments.preset, batch_size=arguments.batch_size, judge=judge
+                pipeline,
+                prompts,
+                {},
+                preset=arguments.preset,
+                batch_size=arguments.batch_size,
+                judge=judge,
+                kinds=arguments.kinds,
             )
         first = clips if first is None else first
         row |= {
@@ -243,6 +250,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--preset", default="draft")
     parser.add_argument("--num-prompts", type=int, default=16, help="of each kind")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=PROMPT_KINDS, default=KINDS, help="of prompts; those with held_out have no column"
+    )
     parser.add_argument("--batch-size", type=int, default=1, help="clips at once: with more than one, none is timed")
     parser.add_argument("--only", nargs="+", choices=available_names(), help="these backends, beside the first")
     parser.add_argument("--settings", default="", help="of each backend, those whose label contains this")

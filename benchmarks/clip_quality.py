@@ -34,13 +34,14 @@ KINDS: tuple[PromptKind, ...] = ("one_object", "two_objects")
 @dataclass(frozen=True)
 class Clips:
     """latents: [n, ...], float32; frames: uint8 [n, T, H, W, 3]; verdicts, seconds of denoising: one per clip; reports:
-    those of each batch."""
+    those of each batch. kinds: of the prompts, see `quality_prompts`."""
 
     latents: torch.Tensor
     frames: torch.Tensor
     verdicts: list[Verdict]
     denoise_seconds: list[float]
     reports: list[list[AttentionReport]]
+    kinds: Sequence[PromptKind] = KINDS
 
     def beside(self, full: Clips) -> dict[str, Any]:
         """Their distances from the same prompts of a full run, and their accuracy by kind of prompt."""
@@ -53,8 +54,8 @@ class Clips:
 
     def accuracy(self) -> dict[str, Any]:
         """By kind of prompt; the clips are those of `quality_prompts`, as many of each kind."""
-        each = len(self.verdicts) // len(KINDS)
-        parts = {kind: self.verdicts[index * each : (index + 1) * each] for index, kind in enumerate(KINDS)}
+        each = len(self.verdicts) // len(self.kinds)
+        parts = {kind: self.verdicts[index * each : (index + 1) * each] for index, kind in enumerate(self.kinds)}
         return {
             kind: {part: asdict(each) for part, each in proportions(verdicts).items()}
             for kind, verdicts in parts.items()
@@ -95,9 +96,11 @@ def recorded_latents(pipeline: Pipeline) -> Iterator[list[torch.Tensor]]:
         pipeline.parts = dataclasses.replace(pipeline.parts, decoder=recorder.decoder)
 
 
-def quality_prompts(num_prompts: int, world: str = "shapes") -> list[EvaluationPrompt]:
-    """So many of each of KINDS, in their order."""
-    return [prompt for kind in KINDS for prompt in WORLDS[world].evaluation_prompts(kind, num_prompts)]
+def quality_prompts(
+    num_prompts: int, world: str = "shapes", kinds: Sequence[PromptKind] = KINDS
+) -> list[EvaluationPrompt]:
+    """So many of each kind, in their order."""
+    return [prompt for kind in kinds for prompt in WORLDS[world].evaluation_prompts(kind, num_prompts)]
 
 
 def generate_clips(
@@ -109,6 +112,7 @@ def generate_clips(
     batch_size: int = 1,
     checkers: Executor | None = None,
     judge: Callable[[Any, torch.Tensor], Any] = check_clip,
+    kinds: Sequence[PromptKind] = KINDS,
 ) -> Clips:
     """values: of request fields beside prompt and seed. checkers: processes that check clips while others are made.
     judge: (attributes, frames) -> verdict, without them."""
@@ -131,7 +135,7 @@ def generate_clips(
             seconds += [one.timings["denoise"] for one in media]
             reports.append([one.attention_report for one in media])
     checked = [verdict() for verdict in verdicts]
-    return Clips(torch.cat(latents), torch.stack(frames), checked, seconds, reports)
+    return Clips(torch.cat(latents), torch.stack(frames), checked, seconds, reports, kinds)
 
 
 def _check(wanted: SceneAttributes, clip: numpy.ndarray) -> Verdict:

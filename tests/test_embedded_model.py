@@ -79,7 +79,7 @@ def test_four_steps_with_the_shipped_lora(emoji: Pipeline) -> None:
         emoji.set_loras([])
     assert {(request.num_inference_steps, request.guidance_scale) for request in requests} == {(4, 1.0)}
     assert media[0].recipe["sampling_preset"] == "fast"
-    # Without the LoRA, six are.
+    # Without the LoRA, five are.
     shown = [torch.from_numpy(each.frames) for each in media]
     right = sum(world.judge(p.attributes, frames).joint for p, frames in zip(prompts, shown, strict=True))
     assert right >= 7

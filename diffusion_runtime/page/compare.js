@@ -92,11 +92,9 @@ async function compared(found, node, signal) {
 // The shipped figure of the setting of a job; none where any value differs.
 function shippedRow({ rows }, { settings: { values, attention, lora } }) {
   const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
-  return lora?.length ? null : rows.find((row) => {
-    const own = row.values;
-    return same(row.attention, attention) && Object.keys(own).every((name) => name in values)
-      && Object.entries(values).every(([name, value]) => same(value, own[name] ?? model.card.defaults[name]));
-  });
+  return lora?.length ? null : rows.find((row) => same(row.attention, attention)
+    && Object.keys(row.values).every((name) => name in values)
+    && Object.entries(values).every(([name, value]) => same(value, row.values[name] ?? model.card.defaults[name])));
 }
 
 // Wilson's interval of 95 %.

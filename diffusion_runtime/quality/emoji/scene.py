@@ -31,7 +31,7 @@ MAX_OBJECTS = 2
 GRID = 0.125
 """The centres of things lie on a grid of 16 pixels of 256, which is one token, and their sides are whole multiples of
 it. What moves does so by 4 pixels a frame of 29, one token a latent (half of that where there are two): a model sees
-each thing in one or two positions within its tokens, not in all."""
+each thing in one or two positions within its tokens, not in all, but for what bounces."""
 RADIUS_ONE = (0.25, 0.375, 0.5)
 RADIUS_TWO = (0.25, 0.375, 0.4375)
 """Half the side of the square that a picture fills, per SIZE_NAMES."""
