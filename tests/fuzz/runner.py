@@ -105,7 +105,7 @@ def run_cases(
 ) -> FuzzReport:
     """Run cases by their numbers. max_seconds: CPU time that a case may take. say: told of failures as they come."""
     maker = kinds()[kind](folder, is_quick=is_quick)
-    with _quiet():
+    with contextlib.chdir(folder), _quiet():
         maker.warm_up()
     failures, outcomes, slowest, largest = [], Counter[str](), 0.0, 0
     for index in indexes:
