@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 # Without a terminal: a line for every step of a short run, about this many for a long one.
 PLAIN_LINES_PER_STAGE = 8
-# Seconds of a clip that would be rounded to 0.00.
-_LEAST_SHOWN = 0.005
 
 
 class View(ABC):
@@ -49,12 +47,10 @@ def step_text(progress: Progress) -> str:
         return ""
     is_of_clips = progress.stage == "clips"
     text = ("" if is_of_clips else "step ") + f"{progress.step}/{progress.num_steps}"
-    if progress.step < 1:
+    num_made = progress.step - progress.num_kept
+    if num_made < 1:
         return text
-    each = progress.seconds / progress.step
-    # Clips that an earlier run or trial kept take no time, which says nothing of those to come.
-    if is_of_clips and each < _LEAST_SHOWN:
-        return text
+    each = progress.seconds / num_made
     left = each * (progress.num_steps - progress.step)
     unit = "each" if is_of_clips else "per step"
     return f"{text}, {each:.2f} s {unit}" + (f", about {_duration(left)} left" if left > 0 else "")

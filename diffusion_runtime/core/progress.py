@@ -20,7 +20,8 @@ Stage: TypeAlias = Literal["text", "denoise", "decode", "clips"]
 class Progress:
     """`step` of `num_steps` of a stage are done, `seconds` after the stage began; step 0 means that it begins.
 
-    request_index: which request of the batch, None for a stage in which all of them advance together.
+    request_index: which request of the batch, None for a stage in which all of them advance together. num_kept: steps
+    that were kept from before and took no time.
     """
 
     stage: Stage
@@ -28,6 +29,7 @@ class Progress:
     num_steps: int
     seconds: float
     request_index: int | None = None
+    num_kept: int = 0
 
 
 OnProgress: TypeAlias = Callable[[Progress], None]

@@ -13,12 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diffusion_runtime.attention.self_test import device_answers
-from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.errors import DiffusionRuntimeError
 from diffusion_runtime.explanation.estimate import duration_text
 from diffusion_runtime.session.reporter import Reporter
@@ -26,6 +24,7 @@ from diffusion_runtime.startup.importing import raised_line
 from diffusion_runtime.tuning.axes import Axis, Choice, Situation, plain_steps
 from diffusion_runtime.tuning.budget import Budget, all_met, empty_bounds
 from diffusion_runtime.tuning.clip_metrics import TunedPrompt
+from diffusion_runtime.tuning.clip_progress import counted_clips
 from diffusion_runtime.tuning.combination import Combination, Expectation, Trial, expected
 from diffusion_runtime.tuning.found import Found, LeftOut
 from diffusion_runtime.tuning.measurement import Measurement
@@ -200,7 +199,7 @@ class FastestSearch:
         try:
             with (
                 self.limit.until(self.deadline),
-                _counted(self.reporter, title, len(todo) * len(self.measured)) as done,
+                counted_clips(self.reporter, title, len(todo) * len(self.measured)) as done,
             ):
                 measured = sensitivities(todo, self.measured, measurement.distance, done)
         except TimeIsOverError:
@@ -300,7 +299,7 @@ class FastestSearch:
         return None
 
     def _trial(self, combination: Combination, prompts: Sequence[TunedPrompt]) -> Trial:
-        with _counted(self.reporter, str(combination), len(prompts)) as done:
+        with counted_clips(self.reporter, str(combination), len(prompts)) as done:
             return self.trials.trial(combination, prompts, done)
 
     def _is_met(self, trial: Trial, reference: Trial) -> bool:
@@ -320,20 +319,6 @@ class FastestSearch:
     def _leave_out(self, name: str, reason: str) -> None:
         self.left_out.append(LeftOut(name, reason))
         self.reporter.say(f"left out: {name}: {reason}")
-
-
-@contextmanager
-def _counted(reporter: Reporter, title: str, count: int) -> Iterator[Callable[[], None]]:
-    """Context manager: progress over clips, with the time that is left."""
-    started, finished = time.perf_counter(), 0
-    with reporter.progress(f"{title}: {count} clips") as view:
-
-        def done() -> None:
-            nonlocal finished
-            finished += 1
-            view.update(Progress("clips", finished, count, time.perf_counter() - started))
-
-        yield done
 
 
 def _first_line(error: Exception) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 from diffusion_runtime.attention.config import AttentionSpec
 from diffusion_runtime.core.hardware import detect_hardware
-from diffusion_runtime.core.progress import Progress
 from diffusion_runtime.explanation.estimate import estimate_text
 from diffusion_runtime.generation.interface import InspectablePipeline
 from diffusion_runtime.models.lora_sources import recorded_loras
@@ -22,6 +20,7 @@ from diffusion_runtime.quality.clip_score import ClipScore
 from diffusion_runtime.session.reporter import Reporter
 from diffusion_runtime.tuning.budget import all_met, least_slack
 from diffusion_runtime.tuning.clip_metrics import TunedPrompt
+from diffusion_runtime.tuning.clip_progress import counted_clips
 from diffusion_runtime.tuning.journal import Journal
 from diffusion_runtime.tuning.measurement import Figures, Measurement, Rules
 from diffusion_runtime.tuning.plan import ROLE, Plan, Tuning
@@ -135,7 +134,7 @@ class _Run:
         todo = cells_to_measure(self.plan, list(self.plan.ladders))
         count = len(todo) * len(self.measured)
         self._say_how_much(count)
-        with self._counted(f"sensitivity of {len(self.plan.cells)} cells", count) as done:
+        with counted_clips(self.reporter, f"sensitivity of {len(self.plan.cells)} cells", count) as done:
             return sensitivities(todo, self.measured, self.measurement.distance, done)
 
     def _say_how_much(self, num_passes: int) -> None:
@@ -171,7 +170,7 @@ class _Run:
         return least_slack(self.tuning.budgets, figures.values, dense.values)
 
     def _figures(self, name: str, rules: Rules, prompts: Sequence[TunedPrompt]) -> Figures:
-        with self._counted(name, len(prompts)) as done:
+        with counted_clips(self.reporter, name, len(prompts)) as done:
             for prompt in prompts:
                 self.measurement.clip(rules, prompt)
                 done()
@@ -191,16 +190,3 @@ class _Run:
         ]
         self.reporter.say(f"dense, {count} steps")
         return self.measurement.fewer_steps(self.verified, shorter)
-
-    @contextmanager
-    def _counted(self, title: str, count: int) -> Iterator[Callable[[], None]]:
-        """Progress over clips, with the time that is left."""
-        started, finished = time.perf_counter(), 0
-        with self.reporter.progress(f"{title}: {count} clips") as view:
-
-            def done() -> None:
-                nonlocal finished
-                finished += 1
-                view.update(Progress("clips", finished, count, time.perf_counter() - started))
-
-            yield done

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from cli_support import process_environment
@@ -13,6 +14,7 @@ from cli_support import process_environment
 from diffusion_runtime.cli.progress import PLAIN_LINES_PER_STAGE, step_text
 from diffusion_runtime.cli.terminal import Terminal
 from diffusion_runtime.core.progress import Progress
+from diffusion_runtime.tuning.clip_progress import counted_clips
 
 
 @pytest.mark.parametrize(
@@ -24,13 +26,30 @@ from diffusion_runtime.core.progress import Progress
         (Progress("denoise", 1, 50, 10.0), "step 1/50, 10.00 s per step, about 8 min 10 s left"),
         (Progress("denoise", 1, 50, 100.0), "step 1/50, 100.00 s per step, about 1 h 21 min left"),
         (Progress("clips", 3, 16, 1.5), "3/16, 0.50 s each, about 6 s left"),
-        # Kept from before.
-        (Progress("clips", 1, 4, 0.0004), "1/4"),
+        (Progress("clips", 1, 4, 0.0004, num_kept=1), "1/4"),
+        (Progress("clips", 2, 4, 1.5, num_kept=1), "2/4, 1.50 s each, about 3 s left"),
         (Progress("decode", 1, 1, 2.0), ""),
     ],
 )
 def test_a_step_says_how_long_it_takes(progress: Progress, expected: str) -> None:
     assert step_text(progress) == expected
+
+
+def test_kept_clips_do_not_count_for_the_time_of_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of its own: made, kept, made."""
+    times = iter([10.0, 12.0, 12.0001, 14.0])
+    monkeypatch.setattr("diffusion_runtime.tuning.clip_progress.time", SimpleNamespace(perf_counter=times.__next__))
+    with counted_clips(Terminal(), "as given", 4) as done:
+        for _ in range(3):
+            done()
+    assert capsys.readouterr().err.splitlines() == [
+        "as given: 4 clips",
+        "  clips: 1/4, 2.00 s each, about 6 s left",
+        "  clips: 2/4, 2.00 s each, about 4 s left",
+        "  clips: 3/4, 2.00 s each, about 2 s left",
+    ]
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 8, 9, 50, 1000])
@@ -61,7 +80,7 @@ from types import SimpleNamespace
 terminal = Terminal()
 with terminal.progress("[1/2] a [red]star[/red]") as view:
     for step in range(4):
-        view.update(SimpleNamespace(stage="denoise", step=step, num_steps=3, seconds=0.5 * step))
+        view.update(SimpleNamespace(stage="denoise", step=step, num_steps=3, seconds=0.5 * step, num_kept=0))
         time.sleep(0.15)
 terminal.say("wrote it")
 """
